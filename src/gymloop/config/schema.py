@@ -1,0 +1,302 @@
+"""What a recipe may say. Unknown keys are errors, and every value has its type before anything starts.
+
+Names follow NeMo RL where it has the concept. This module imports neither torch nor ray nor transformers.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+PositiveInt = Annotated[int, Field(ge=1)]
+NonNegativeInt = Annotated[int, Field(ge=0)]
+PositiveFloat = Annotated[float, Field(gt=0)]
+Fraction = Annotated[float, Field(gt=0, le=1)]
+
+
+class Section(BaseModel):
+    """A block of a recipe: frozen, no unknown keys, no silent conversion of text to numbers."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True)
+
+
+class Grpo(Section):
+    """The algorithm and the length of the run."""
+
+    num_prompts_per_step: PositiveInt
+    """Groups per training step."""
+    num_generations_per_prompt: Annotated[int, Field(ge=2)]
+    """Rollouts per group; a group of one has no baseline."""
+    max_num_steps: PositiveInt
+    """Training steps, warm-up not counted."""
+    max_num_epochs: PositiveInt = 1
+    """Passes over the training rows; the run ends at whichever limit comes first."""
+    max_rollout_turns: PositiveInt = 8
+    """Model calls per rollout; a rollout stopped by it is truncated."""
+    normalize_rewards: bool = True
+    """Divide advantages by the standard deviation of the group."""
+    use_leave_one_out_baseline: bool = True
+    """Baseline of a rollout is the mean of the others in its group (RLOO), else the mean of the group."""
+    overlong_filtering: bool = False
+    """Truncated rollouts carry no loss; they still count in the baseline."""
+    val_period: NonNegativeInt = 0
+    """Validate every so many steps; 0 never."""
+    val_at_start: bool = False
+    """Validate before the first step."""
+    val_at_end: bool = False
+    """Validate after the last step."""
+    max_val_samples: PositiveInt | None = None
+    """Validation rows per pass; null takes all."""
+    seed: int = 42
+    """Seeds data order, generated tasks, sampling and initialisation."""
+
+
+class Rollouts(Section):
+    """How rollouts are run and what a failed one may cost."""
+
+    max_concurrency: PositiveInt = 64
+    """Rollouts in flight."""
+    deadline_s: PositiveFloat = 600.0
+    """Wall time of one rollout attempt, seconds."""
+    call_timeout_s: PositiveFloat = 300.0
+    """Wall time of one model or environment call, seconds."""
+    max_infra_attempts: PositiveInt = 3
+    """Attempts per rollout; each retry starts a new session."""
+    min_group_size: Annotated[int, Field(ge=2)] = 2
+    """A group with fewer finished rollouts is dropped and counted."""
+
+
+class Loss(Section):
+    """Clipped policy gradient (PPO, arXiv 1707.06347; group baseline as in GRPO, arXiv 2402.03300)."""
+
+    ratio_clip_min: Annotated[float, Field(ge=0, le=1)] = 0.2
+    """Lower clip: ratios below 1 - this are clipped."""
+    ratio_clip_max: Annotated[float, Field(ge=0)] = 0.2
+    """Upper clip: ratios above 1 + this are clipped."""
+    ratio_clip_c: Annotated[float, Field(gt=1)] | None = None
+    """Dual clip for negative advantages (arXiv 1912.09729); null disables."""
+    token_level_loss: bool = True
+    """Mean over all trained tokens of the batch; false: mean per rollout, then over rollouts."""
+    reference_policy_kl_penalty: Annotated[float, Field(ge=0)] = 0.0
+    """Weight of the KL term to the initial policy; 0 keeps no reference model."""
+    reference_policy_kl_type: Literal["k1", "k2", "k3"] = "k3"
+    """Estimator (joschu.net/blog/kl-approx.html)."""
+    kl_input_clamp_value: PositiveFloat | None = 20.0
+    """Log-ratios are clamped to plus or minus this before exp."""
+    kl_output_clamp_value: PositiveFloat | None = 10.0
+    """Per-token KL is clamped to plus or minus this."""
+    use_importance_sampling_correction: bool = False
+    """Weight tokens by exp(trainer logprob - engine logprob), truncated."""
+    truncated_importance_sampling_ratio: PositiveFloat | None = None
+    """Upper truncation of that weight; null leaves it untruncated."""
+
+
+class SftWarmup(Section):
+    """Supervised steps on demonstrations before the first GRPO step; loss on assistant tokens only."""
+
+    steps: NonNegativeInt = 0
+    """Optimizer steps; 0 skips the warm-up."""
+    batch_size: PositiveInt = 8
+    """Demonstrations per step."""
+    lr: PositiveFloat | None = None
+    """Learning rate of the warm-up; null takes the optimizer's."""
+    data_path: str | None = None
+    """JSONL file of demonstrations ({"messages": [...], "tools": [...]}); null asks the environment's solver."""
+
+
+class Tokenizer(Section):
+    """How conversations become tokens."""
+
+    name: str | None = None
+    """Folder or Hugging Face id; null takes the model's."""
+    chat_template: str | None = None
+    """Jinja text, or a path ending in .jinja relative to the recipe; null takes the tokenizer's own."""
+    chat_template_kwargs: dict[str, Any] = {}
+    """Extra variables of the template."""
+    tool_parser: Literal["hermes"] = "hermes"
+    """How tool calls are read from text: ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``."""
+
+
+class OptimizerKwargs(Section):
+    """Arguments of AdamW (arXiv 1711.05101)."""
+
+    lr: Annotated[float, Field(ge=0)]
+    """Learning rate after warm-up."""
+    weight_decay: Annotated[float, Field(ge=0)] = 0.01
+    """Decoupled weight decay."""
+    betas: tuple[float, float] = (0.9, 0.999)
+    """Decay of the first and second moment."""
+    eps: PositiveFloat = 1e-8
+    """Added to the denominator."""
+
+
+class Optimizer(Section):
+    """The optimizer."""
+
+    name: Literal["torch.optim.AdamW"] = "torch.optim.AdamW"
+    """AdamW is the one supported."""
+    kwargs: OptimizerKwargs
+    """Its arguments."""
+
+
+class Packing(Section):
+    """Sequences of one group share their prefixes: packed as a tree, every shared token is computed once."""
+
+    enabled: bool = True
+    """False trains padded rows, one sequence each."""
+    train_mb_tokens: PositiveInt = 1024
+    """Packed tokens per microbatch; a longer sequence gets a microbatch of its own."""
+
+
+class Colocated(Section):
+    """Whether engine and policy share devices."""
+
+    enabled: bool = True
+    """On a CPU they always do."""
+
+
+class TorchCfg(Section):
+    """The embedded engine."""
+
+    max_batch_size: PositiveInt = 64
+    """Rows of the KV cache: requests decoded together."""
+
+
+class Generation(Section):
+    """The engine and the training profile of sampling."""
+
+    backend: Literal["torch", "vllm"] = "torch"
+    """``torch`` is embedded; ``vllm`` is not available yet."""
+    max_new_tokens: PositiveInt
+    """Tokens per model call at most."""
+    temperature: Annotated[float, Field(ge=0)] = 1.0
+    """Sampling temperature of training rollouts; the trainer's logprobs use the same."""
+    top_p: Fraction = 1.0
+    """Nucleus mass of training rollouts; below 1 the trainer's logprobs would be of another distribution."""
+    top_k: PositiveInt | None = None
+    """Likewise."""
+    val_temperature: Annotated[float, Field(ge=0)] | None = None
+    """Validation profile; null takes the training value."""
+    val_top_p: Fraction | None = None
+    """Likewise."""
+    val_top_k: PositiveInt | None = None
+    """Likewise."""
+    stop_token_ids: tuple[int, ...] | None = None
+    """Null takes the end tokens of the model's generation config and tokenizer."""
+    port_range_low: Annotated[int, Field(ge=1024, le=65535)] = 3000
+    """First port the generation server may bind."""
+    port_range_high: Annotated[int, Field(ge=1024, le=65535)] = 4999
+    """Last port the generation server may bind."""
+    colocated: Colocated = Colocated()
+    torch_cfg: TorchCfg = TorchCfg()
+
+
+class Policy(Section):
+    """The model being trained."""
+
+    model_name: str
+    """A folder or a Hugging Face id."""
+    tokenizer: Tokenizer = Tokenizer()
+    max_total_sequence_length: PositiveInt
+    """Context limit of engine and trainer, tokens."""
+    precision: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Compute type over float32 masters; auto is bfloat16 where the device has it natively, else float32."""
+    train_global_batch_size: PositiveInt | None = None
+    """Rollouts per optimizer step; null makes one step of each rollout batch."""
+    train_micro_batch_size: PositiveInt = 4
+    """Sequences per microbatch where packing is off."""
+    sequence_packing: Packing = Packing()
+    max_grad_norm: PositiveFloat | None = 1.0
+    """Clip the global gradient norm; null does not."""
+    lr_warmup_steps: NonNegativeInt = 0
+    """Linear warm-up of the learning rate, optimizer steps."""
+    optimizer: Optimizer
+    generation: Generation
+
+
+class DataSource(Section):
+    """Rows from a JSONL file or from an environment's generator; exactly one of the two."""
+
+    data_path: str | None = None
+    """JSONL file of NeMo Gym rows, relative to the recipe."""
+    environment: str | None = None
+    """Name of an environment under ``env.environments`` that generates tasks."""
+    num_tasks: PositiveInt | None = None
+    """Tasks to generate."""
+    seed: int = 0
+    """Seed of the generator."""
+
+
+class Data(Section):
+    """Training and validation rows."""
+
+    train: DataSource
+    validation: DataSource | None = None
+    shuffle: bool = True
+    """New order each epoch, from ``grpo.seed``."""
+
+
+class EnvironmentSpec(Section):
+    """One environment in-process."""
+
+    entrypoint: str
+    """``module:Class``, a subclass of ``gymloop.gym.Environment``."""
+    kwargs: dict[str, Any] = {}
+    """Arguments of its constructor."""
+
+
+class Env(Section):
+    """The gym."""
+
+    environments: dict[str, EnvironmentSpec]
+    """By the name that rows carry in ``agent_ref.name``."""
+
+
+class Checkpointing(Section):
+    """When the run is saved."""
+
+    enabled: bool = True
+    save_period: PositiveInt = 10
+    """Steps between checkpoints; the last step and an interruption save too."""
+    keep_latest_k: PositiveInt = 2
+    """Complete checkpoints kept."""
+
+
+class Logger(Section):
+    """Where results go."""
+
+    log_dir: str = "results"
+    """Runs lie in ``<log_dir>/<recipe>/<run>``."""
+    tensorboard_enabled: bool = True
+
+
+class Startup(Section):
+    """Deadlines of the startup graph, seconds; progress extends them."""
+
+    deadline_s: PositiveFloat = 600.0
+    """A task without progress for this long fails the run under its name."""
+
+
+class Cluster(Section):
+    """Machines."""
+
+    gpus_per_node: NonNegativeInt = 0
+    """0 trains on the CPU."""
+    num_nodes: PositiveInt = 1
+
+
+class Recipe(Section):
+    """A whole recipe."""
+
+    grpo: Grpo
+    rollouts: Rollouts = Rollouts()
+    loss_fn: Loss = Loss()
+    sft_warmup: SftWarmup = SftWarmup()
+    policy: Policy
+    data: Data
+    env: Env
+    checkpointing: Checkpointing = Checkpointing()
+    logger: Logger = Logger()
+    startup: Startup = Startup()
+    cluster: Cluster = Cluster()
