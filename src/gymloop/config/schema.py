@@ -7,18 +7,31 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 PositiveInt = Annotated[int, Field(ge=1)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
 PositiveFloat = Annotated[float, Field(gt=0)]
 Fraction = Annotated[float, Field(gt=0, le=1)]
+Decay = Annotated[float, Field(ge=0, lt=1)]
+
+
+def _as_tuple(value: Any) -> Any:
+    """YAML has lists only, and strict validation takes no list for a tuple."""
+    return tuple(value) if isinstance(value, list) else value
 
 
 class Section(BaseModel):
     """A block of a recipe: frozen, no unknown keys, no silent conversion of text to numbers."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(
+        extra="forbid",
+        frozen=True,
+        strict=True,
+        allow_inf_nan=False,
+        protected_namespaces=(),  # ``model_name`` is NeMo RL's key
+        use_attribute_docstrings=True,
+    )
 
 
 class Grpo(Section):
@@ -65,6 +78,8 @@ class Rollouts(Section):
     """Attempts per rollout; each retry starts a new session."""
     min_group_size: Annotated[int, Field(ge=2)] = 2
     """A group with fewer finished rollouts is dropped and counted."""
+    max_skipped_steps: NonNegativeInt = 3
+    """Steps in a row that may train nothing (every group dropped or empty) before the run ends with an error."""
 
 
 class Loss(Section):
@@ -125,7 +140,7 @@ class OptimizerKwargs(Section):
     """Learning rate after warm-up."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.01
     """Decoupled weight decay."""
-    betas: tuple[float, float] = (0.9, 0.999)
+    betas: Annotated[tuple[Decay, Decay], BeforeValidator(_as_tuple)] = (0.9, 0.999)
     """Decay of the first and second moment."""
     eps: PositiveFloat = 1e-8
     """Added to the denominator."""
@@ -182,14 +197,16 @@ class Generation(Section):
     """Likewise."""
     val_top_k: PositiveInt | None = None
     """Likewise."""
-    stop_token_ids: tuple[int, ...] | None = None
+    stop_token_ids: Annotated[tuple[NonNegativeInt, ...], BeforeValidator(_as_tuple)] | None = None
     """Null takes the end tokens of the model's generation config and tokenizer."""
     port_range_low: Annotated[int, Field(ge=1024, le=65535)] = 3000
     """First port the generation server may bind."""
     port_range_high: Annotated[int, Field(ge=1024, le=65535)] = 4999
     """Last port the generation server may bind."""
     colocated: Colocated = Colocated()
+    """Whether engine and policy share devices."""
     torch_cfg: TorchCfg = TorchCfg()
+    """The embedded engine."""
 
 
 class Policy(Section):
@@ -210,7 +227,9 @@ class Policy(Section):
     max_grad_norm: PositiveFloat | None = 1.0
     """Clip the global gradient norm; null does not."""
     lr_warmup_steps: NonNegativeInt = 0
-    """Linear warm-up of the learning rate, optimizer steps."""
+    """Linear warm-up of the learning rate, training steps."""
+    call_timeout_s: PositiveFloat = 3600.0
+    """Wall time of one call to a worker (an update, a weight sync, a save), seconds."""
     optimizer: Optimizer
     generation: Generation
 

@@ -118,6 +118,24 @@ class Group:
     failures: tuple[Failure, ...] = ()
 
 
+def as_record(rollout: Rollout) -> dict[str, Any]:
+    """A rollout as JSON values for reading: what was said and how it was judged, without token ids."""
+    shared = {"group_id": rollout.group_id, "sample_id": rollout.sample_id, "attempt": rollout.attempt}
+    if isinstance(rollout, Failure):
+        return shared | {"failure": rollout.kind, "reason": rollout.reason, "where": rollout.where}
+    bundle = ("prompt_token_ids", "generation_token_ids", "generation_log_probs")
+    return shared | {
+        "reward": rollout.reward,
+        "components": dict(rollout.components),
+        "truncated": rollout.truncated,
+        "turns": len(rollout.turns),
+        "sampled_tokens": sum(len(turn.sampled_ids) for turn in rollout.turns),
+        "weight_versions": [rollout.turns[0].first_version, rollout.turns[-1].last_version] if rollout.turns else [],
+        "output": [{key: value for key, value in item.items() if key not in bundle} for item in rollout.output],
+        "seconds": rollout.seconds,
+    }
+
+
 def segments(turns: Sequence[Turn]) -> tuple[Segment, ...]:
     """Join turns into segments: one as long as each prompt extends the turn before it, a new one where it does not.
 

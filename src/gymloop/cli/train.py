@@ -1,0 +1,40 @@
+"""``gymloop train``: load the recipe, compile its plan, run it."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+from pathlib import Path
+
+from gymloop.config.load import load_recipe
+from gymloop.config.plan import Plan, compile_plan
+from gymloop.errors import ConfigError
+
+
+def run(args: argparse.Namespace) -> int:
+    """Train; returns the exit code."""
+    recipe = load_recipe(args.recipe, args.overrides)
+    name = args.run
+    plan = compile_plan(recipe, args.recipe, name)
+    if args.resume and name is None:
+        plan = compile_plan(recipe, args.recipe, latest_run(plan))
+    from gymloop.training.run import train
+
+    return asyncio.run(train(plan, resume=args.resume, sequential=args.sequential))
+
+
+def latest_run(plan: Plan) -> str:
+    """Name of the recipe's run that was written to last.
+
+    Raises:
+        ConfigError: the recipe has no run.
+    """
+    folder = plan.run_dir.parent
+    runs = [path for path in folder.iterdir() if (path / "metrics.jsonl").is_file()] if folder.is_dir() else []
+    if not runs:
+        raise ConfigError(f"--resume: there is no run in {folder}")
+
+    def written(path: Path) -> float:
+        return (path / "metrics.jsonl").stat().st_mtime
+
+    return max(runs, key=written).name

@@ -1,0 +1,1 @@
+"""Where workers live: Ray actors on a cluster, or objects in this process."""

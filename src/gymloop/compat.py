@@ -1,0 +1,48 @@
+"""Everything that differs between the supported versions of transformers and torch is here, and nowhere else.
+
+Supported: transformers 5.17 to 5.24, torch 2.11 to 2.14. Code elsewhere asks this module, never a version number.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+
+def cache_argument(model: Any) -> str:
+    """Name of the forward argument that takes the KV cache: ``past_key_values``, renamed to ``cache`` in 5.24."""
+    parameters = inspect.signature(type(model).forward).parameters
+    return "cache" if "cache" in parameters else "past_key_values"
+
+
+def register_attention(name: str, function: Callable[..., Any]) -> None:
+    """Make an attention function known to transformers by name.
+
+    No mask function is registered beside it, so models that run it build no mask (transformers then passes None).
+    """
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(name, function)
+
+
+def set_attention(model: Any, name: str) -> bool:
+    """Let every attention layer of a model call the function registered under ``name``.
+
+    Returns:
+        Whether the model and its text part took it; models that predate the interface keep their own.
+    """
+    if not model._supports_attention_backend:
+        return False
+    model.set_attn_implementation(name)
+    return model.config.get_text_config(decoder=True)._attn_implementation == name
+
+
+def has_native_bfloat16(device: str) -> bool:
+    """Whether matrix products in bfloat16 are at least as fast as in float32 on this device, as torch names it."""
+    import torch
+
+    if not device.startswith("cpu"):
+        return device.startswith("cuda") and torch.cuda.is_bf16_supported(including_emulation=False)
+    probes = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")  # private names; absent ones count as no
+    return any(probe() for name in probes if (probe := getattr(torch.cpu, name, None)) is not None)

@@ -1,0 +1,271 @@
+"""One model call over HTTP: messages in, the reply and its exact tokens out, or an error that says whose fault it is.
+
+A reply without its whole token bundle is an error: no id, logprob or version is ever made up. Every call has a
+deadline.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Literal, get_args
+
+import aiohttp
+import orjson
+
+from gymloop.errors import ConfigError, DataError, InfraError
+from gymloop.gym.items import Message
+from gymloop.rollouts.trajectory import FinishReason, Turn
+
+PROFILE_HEADER = "x-gymloop-profile"
+Profile = Literal["train", "validation"]
+
+_CONTEXT_CODES = {"context_length_exceeded", "prompt_too_long"}
+_BUSY = {429, 503}
+_WRONG_ADDRESS = {401, 403, 404, 405}
+# Rounding of a float32 log-softmax; anything above is not a log-probability.
+_LOGPROB_ROUNDING = 1e-4
+
+
+class ContextFull(DataError):
+    """The server refused the prompt for its length instead of replying with ``finish_reason: "length"``."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChatReply:
+    """One assistant message.
+
+    Attributes:
+        message: ``role``, ``content`` and perhaps ``tool_calls``, as the next request sends it back.
+        turn: its tokens.
+        finish_reason: of the turn.
+        new_segment: the prompt does not begin with the exact tokens of the turn before it.
+        malformed_tool_calls: calls that the server saw in the text and could not read.
+    """
+
+    message: Message
+    turn: Turn
+    finish_reason: FinishReason
+    new_segment: bool
+    malformed_tool_calls: int = 0
+
+
+class ModelClient:
+    """A client of one generation server, for one event loop. Use it as an async context manager.
+
+    Args:
+        base_url: such as ``http://127.0.0.1:3000/v1``.
+        model: the name that the server gives the model.
+        max_concurrency: connections at most.
+        call_timeout_s: wall time of one call; seconds.
+        ready_timeout_s: how long a server that answers 503 or 429 with ``Retry-After`` is waited for; seconds.
+    """
+
+    def __init__(
+        self, base_url: str, model: str, *, max_concurrency: int, call_timeout_s: float, ready_timeout_s: float
+    ) -> None:
+        self.url = f"{base_url.rstrip('/')}/chat/completions"
+        self.model = model
+        self._max_concurrency = max_concurrency
+        self._call_timeout_s = call_timeout_s
+        self._ready_timeout_s = ready_timeout_s
+        self._http: aiohttp.ClientSession | None = None
+
+    async def __aenter__(self) -> ModelClient:
+        self._http = aiohttp.ClientSession(
+            # Idle connections are dropped before the server drops them (uvicorn: 5 s), else a request can meet a
+            # closing one, and a POST is not repeated.
+            connector=aiohttp.TCPConnector(limit=self._max_concurrency, keepalive_timeout=2.0),
+            timeout=aiohttp.ClientTimeout(total=self._call_timeout_s, sock_connect=min(30.0, self._call_timeout_s)),
+        )
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Close the connections; safe to call twice."""
+        if self._http is not None:
+            await self._http.close()
+            self._http = None
+
+    async def chat(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]],
+        *,
+        max_tokens: int,
+        previous: Turn | None = None,
+        profile: Profile = "train",
+        extra: Mapping[str, Any] | None = None,
+    ) -> ChatReply:
+        """Ask for one assistant message.
+
+        Args:
+            messages: the whole conversation in chat form.
+            tools: chat tools.
+            max_tokens: tokens to sample at most.
+            previous: the turn that produced the last assistant message of ``messages``; the server continues from
+                exactly its tokens.
+            profile: sampling profile; the server fills in its values.
+            extra: further request fields, such as the sampling fields of a row.
+
+        Raises:
+            InfraError: no reply in time, a lost connection, a 5xx, or a reply that lacks part of its tokens.
+            ContextFull: the conversation is longer than the model's context.
+            DataError: the server refuses this request.
+            ConfigError: there is no such model or route.
+        """
+        body = {**(extra or {}), "model": self.model, "messages": list(messages), "max_tokens": max_tokens}
+        if tools:
+            body["tools"] = list(tools)
+        prefix: tuple[int, ...] = ()
+        if previous is not None:
+            prefix = previous.prompt_ids + previous.sampled_ids
+            body["required_prefix_token_ids"] = prefix
+        headers = {"content-type": "application/json"}
+        if profile == "validation":
+            headers[PROFILE_HEADER] = profile
+        return read_reply(await self._post(orjson.dumps(body), headers), prefix, self.url)
+
+    async def _post(self, body: bytes, headers: Mapping[str, str]) -> Any:
+        if self._http is None:
+            raise RuntimeError("the model client is not open; use it as 'async with ModelClient(...)'")
+        give_up = time.monotonic() + self._ready_timeout_s
+        while True:
+            try:
+                async with self._http.post(self.url, data=body, headers=headers) as response:
+                    raw = await response.read()
+                    status, kind = response.status, response.content_type
+                    retry_after = response.headers.get("retry-after")
+            except TimeoutError as error:
+                raise InfraError(f"{self.url}: no reply within {self._call_timeout_s:g} s") from error
+            except aiohttp.ClientError as error:
+                raise InfraError(f"{self.url}: {type(error).__name__}: {error}") from error
+            if status == 200:
+                return parse_json(raw, kind, self.url)
+            wait = _seconds(retry_after)
+            if status in _BUSY and wait is not None:
+                # Nothing was sampled, so asking again is safe. A deadline of the rollout also ends this.
+                if time.monotonic() + wait > give_up:
+                    raise InfraError(f"{self.url}: still {status} after {self._ready_timeout_s:g} s: {_said(raw)[1]}")
+                await asyncio.sleep(wait)
+                continue
+            raise refusal(status, raw, self.url)
+
+
+def refusal(status: int, raw: bytes, url: str) -> Exception:
+    """The error that a status other than 200 stands for."""
+    code, text = _said(raw)
+    said = f"{url}: {status}{f' {code}' if code else ''}: {text}"
+    if status >= 500 or status < 400 or status in _BUSY or status == 408:
+        return InfraError(said)
+    if status in _WRONG_ADDRESS:
+        return ConfigError(said)
+    return ContextFull(said) if code in _CONTEXT_CODES else DataError(said)
+
+
+def parse_json(raw: bytes, content_type: str, url: str) -> Any:
+    """The body of a reply.
+
+    Raises:
+        InfraError: it is not JSON, such as a proxy's login page.
+    """
+    try:
+        return orjson.loads(raw)
+    except orjson.JSONDecodeError as error:
+        start = raw[:60].decode(errors="replace")
+        raise InfraError(f"{url}: replied with {content_type}, not JSON: {start!r}") from error
+
+
+def read_reply(reply: Any, prefix: tuple[int, ...], url: str) -> ChatReply:
+    """Check a chat completion and its token bundle.
+
+    Raises:
+        InfraError: something is missing, of a wrong type, or contradicts itself.
+    """
+
+    def demand(good: bool, what: str) -> None:
+        if not good:
+            raise InfraError(f"{url}: reply {what}")
+
+    choices = reply.get("choices") if isinstance(reply, dict) else None
+    demand(isinstance(choices, list) and len(choices) == 1 and isinstance(choices[0], dict), "has not one choice")
+    choice = reply["choices"][0]
+    message = choice.get("message")
+    demand(isinstance(message, dict), "has no message")
+    finish_reason = choice.get("finish_reason")
+    demand(finish_reason in get_args(FinishReason), f"has finish_reason {finish_reason!r}")
+    demand(finish_reason != "abort", "was aborted by the engine")
+
+    prompt_ids, sampled_ids = message.get("prompt_token_ids"), message.get("generation_token_ids")
+    logprobs, versions = message.get("generation_log_probs"), choice.get("weight_versions")
+    demand(_are_ids(prompt_ids) and len(prompt_ids) > 0, "has no prompt_token_ids")
+    demand(_are_ids(sampled_ids), "has no generation_token_ids")
+    demand(isinstance(logprobs, list), "has no generation_log_probs")
+    demand(
+        len(logprobs) == len(sampled_ids),
+        f"has {len(sampled_ids)} generation_token_ids but {len(logprobs)} generation_log_probs",
+    )
+    bad = next((i for i, value in enumerate(logprobs) if not _is_logprob(value)), None)
+    demand(bad is None, f"has generation_log_probs[{bad}] = {logprobs[bad or 0] if logprobs else None!r}")
+    demand(_are_ids(versions) and len(versions) == 2, "has no weight_versions [first, last]")
+
+    content = message.get("content")
+    demand(content is None or isinstance(content, str), "has content that is not text")
+    calls = message.get("tool_calls") or []
+    demand(isinstance(calls, list) and all(_is_call(call) for call in calls), "has unreadable tool_calls")
+    malformed = choice.get("malformed_tool_calls", 0)
+    demand(type(malformed) is int and malformed >= 0, f"has malformed_tool_calls = {malformed!r}")
+
+    sent_back: Message = {"role": "assistant", "content": content or ""}
+    if calls:
+        sent_back["tool_calls"] = calls
+    turn = Turn(tuple(prompt_ids), tuple(sampled_ids), tuple(map(float, logprobs)), finish_reason, *versions)
+    return ChatReply(sent_back, turn, finish_reason, turn.prompt_ids[: len(prefix)] != prefix, malformed)
+
+
+def _are_ids(value: Any) -> bool:
+    return isinstance(value, list) and all(type(item) is int and item >= 0 for item in value)
+
+
+def _is_logprob(value: Any) -> bool:
+    return type(value) in (int, float) and math.isfinite(value) and value <= _LOGPROB_ROUNDING
+
+
+def _is_call(call: Any) -> bool:
+    function = call.get("function") if isinstance(call, dict) else None
+    return (
+        isinstance(function, dict)
+        and isinstance(call.get("id"), str)
+        and isinstance(function.get("name"), str)
+        and isinstance(function.get("arguments"), str)
+    )
+
+
+def _said(raw: bytes) -> tuple[str, str]:
+    """Code and message of an error body, whichever of the common shapes it has."""
+    try:
+        body = orjson.loads(raw)
+    except orjson.JSONDecodeError:
+        return "", raw[:200].decode(errors="replace")
+    error = body.get("error", body) if isinstance(body, dict) else body
+    if not isinstance(error, dict):
+        return "", str(error)[:200]
+    code = error.get("code")
+    return code if isinstance(code, str) else "", str(error.get("message", error))[:500]
+
+
+def _seconds(retry_after: str | None) -> float | None:
+    """Value of a ``Retry-After`` header in seconds; None when absent or a date."""
+    try:
+        value = float(retry_after or "")
+    except ValueError:
+        return None
+    return max(0.05, value) if math.isfinite(value) else None

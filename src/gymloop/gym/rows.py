@@ -1,0 +1,161 @@
+"""Rows are JSON Lines: LF ends a line and nothing else does, and a bad line is named by file and number.
+
+Line numbers are 1-based and count LF. A byte-order mark and the CR of CRLF are not content; everything else, U+2028 and
+U+0085 included, arrives as it was written.
+"""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from gymloop.errors import ConfigError
+from gymloop.gym.contract import Row
+from gymloop.gym.tools import nearest
+
+_GZIP_MAGIC = b"\x1f\x8b"
+_ROLES = ("system", "developer", "user", "assistant", "tool")
+_SHOWN = 5
+
+
+def read_jsonl(path: Path) -> list[tuple[int, dict[str, Any]]]:
+    """Every object of a JSONL file with its line number.
+
+    Raises:
+        ConfigError: the file cannot be read, is compressed, has no rows, or has lines that are not JSON objects.
+    """
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
+    if data.startswith(_GZIP_MAGIC):
+        raise ConfigError(f"{path}: is gzip-compressed; expected plain JSON Lines")
+    rows: list[tuple[int, dict[str, Any]]] = []
+    problems: list[str] = []
+    for number, line in enumerate(data.removeprefix(codecs.BOM_UTF8).split(b"\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            value = orjson.loads(line.removesuffix(b"\r"))
+        except orjson.JSONDecodeError as error:
+            problems.append(f"line {number} is not JSON: {error.msg}, column {error.colno}")
+            continue
+        if isinstance(value, dict):
+            rows.append((number, value))
+        else:
+            problems.append(f"line {number} is a JSON {type(value).__name__}; expected an object")
+    _raise_all(path, problems)
+    if not rows:
+        raise ConfigError(f"{path}: no rows")
+    return rows
+
+
+def read_rows(path: Path, tools: Mapping[str, Collection[Mapping[str, Any]] | None]) -> list[Row]:
+    """Rows of a file, each checked against the environments of the run.
+
+    Args:
+        path: the file.
+        tools: for each environment name its flat tools, or None where they are not known. A row that names no tools
+            gets its environment's.
+
+    Raises:
+        ConfigError: as ``read_jsonl``, or rows are not NeMo Gym rows for these environments; up to five are named.
+    """
+    rows: list[Row] = []
+    problems: list[str] = []
+    for number, row in read_jsonl(path):
+        problem = check_row(row, tools)
+        if problem is not None:
+            problems.append(f"line {number}: {problem}")
+            continue
+        own = tools[row["agent_ref"]["name"]]
+        if own and "tools" not in row["responses_create_params"]:
+            row["responses_create_params"]["tools"] = list(own)
+        rows.append(row)
+    _raise_all(path, problems)
+    return rows
+
+
+def check_row(row: Mapping[str, Any], tools: Mapping[str, Collection[Mapping[str, Any]] | None]) -> str | None:
+    """What is wrong with a row, or None."""
+    params = row.get("responses_create_params")
+    if not isinstance(params, dict):
+        return f"responses_create_params is {_shown(params)}; expected an object with 'input'"
+    problem = _check_input(params.get("input"))
+    if problem is not None:
+        return f"responses_create_params.{problem}"
+    limit = params.get("max_output_tokens")
+    if limit is not None and (type(limit) is not int or limit < 1):
+        return f"responses_create_params.max_output_tokens is {_shown(limit)}; expected a whole number of at least 1"
+    metadata = params.get("metadata") or {}
+    for key in ("chat_template_kwargs", "extra_body"):
+        if isinstance(metadata, dict) and metadata.get(key) not in (None, "", "{}"):
+            return f"responses_create_params.metadata.{key} is not supported; set it in the recipe for all rows"
+    agent = row.get("agent_ref")
+    name = agent.get("name") if isinstance(agent, dict) else None
+    if not isinstance(name, str):
+        return f"agent_ref is {_shown(agent)}; expected an object with 'name'"
+    if name not in tools:
+        return f"agent_ref.name '{name}' is not an environment of this run{nearest(name, tools)}"
+    return _check_tools(params.get("tools"), name, tools[name])
+
+
+def _check_input(value: Any) -> str | None:
+    if isinstance(value, str):
+        return None if value else "input is empty"
+    if not isinstance(value, list) or not value:
+        return f"input is {_shown(value)}; expected text or a list of messages"
+    for index, item in enumerate(value):
+        where = f"input[{index}]"
+        if not isinstance(item, dict):
+            return f"{where} is {_shown(item)}; expected a message"
+        kind = item.get("type", "message")
+        needed = {
+            "message": ("role", "content"),
+            "function_call": ("call_id", "name", "arguments"),
+            "function_call_output": ("call_id", "output"),
+        }.get(kind)
+        if needed is None:
+            return f"{where}.type is {_shown(kind)}; expected message, function_call or function_call_output"
+        for key in needed:
+            if key != "content" and not isinstance(item.get(key), str):
+                return f"{where}.{key} is {_shown(item.get(key))}; expected text"
+        if kind == "message":
+            if item["role"] not in _ROLES:
+                return f"{where}.role is {_shown(item['role'])}; expected one of {', '.join(_ROLES)}"
+            content = item.get("content")
+            parts = content if isinstance(content, list) else [{"text": content}]
+            if not all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in parts):
+                return f"{where}.content is {_shown(content)}; expected text or a list of text parts"
+    return None
+
+
+def _check_tools(value: Any, name: str, own: Collection[Mapping[str, Any]] | None) -> str | None:
+    if value is None:
+        return None
+    if not isinstance(value, list):
+        return f"responses_create_params.tools is {_shown(value)}; expected a list"
+    for index, tool in enumerate(value):
+        where = f"responses_create_params.tools[{index}]"
+        if not isinstance(tool, dict) or tool.get("type") != "function" or not isinstance(tool.get("name"), str):
+            return f"{where} is {_shown(tool)}; expected a flat function tool with 'type': 'function' and 'name'"
+        known = None if own is None else [entry["name"] for entry in own]
+        if known is not None and tool["name"] not in known:
+            return f"{where}: environment '{name}' has no tool '{tool['name']}'{nearest(tool['name'], known)}"
+    return None
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _raise_all(path: Path, problems: list[str]) -> None:
+    if not problems:
+        return
+    more = f"; and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
+    raise ConfigError(f"{path}, {'; '.join(problems[:_SHOWN])}{more}")

@@ -1,0 +1,1 @@
+"""Models: where their folders come from and how they are opened."""

@@ -1,0 +1,1 @@
+"""Rollouts: what is recorded of them, and how they are run."""

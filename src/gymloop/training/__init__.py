@@ -1,0 +1,1 @@
+"""A training run: its loop, its checkpoints, its end."""

@@ -1,0 +1,204 @@
+"""Tiny model folders, made offline in milliseconds, whose token ids can be written by hand.
+
+The tokenizer is byte level: byte b has id ``BASE + b``, so ``"A"`` is 81 and a newline is 26. There is exactly one
+merge, ``o`` + ``k`` -> ``OK_ID``: a model that samples the ids of ``o`` and ``k`` writes text that re-tokenises to
+another list. Keep the letters "ok" out of texts unless that trap is wanted. ``generation_config.json`` asks for
+temperature 0.6, top_k 20, top_p 0.95 and a repetition penalty, none of which may ever be used.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+BASE = 16
+"""Ids below are reserved for control tokens."""
+OK_ID = BASE + 256
+VOCAB_SIZE = BASE + 257
+
+
+@dataclass(frozen=True)
+class Family:
+    """Control tokens by id, the tokenizer's own end token, the end tokens of the generation config, the template."""
+
+    control: dict[int, str]
+    eos: str
+    end_ids: tuple[int, ...]
+    template: str | None
+    bos: str | None = None
+
+
+QWEN_TEMPLATE = r"""
+{%- set ns = namespace(last=-1) -%}
+{%- for m in messages -%}{%- if m.role == 'user' -%}{%- set ns.last = loop.index0 -%}{%- endif -%}{%- endfor -%}
+{%- if tools %}{{ '<|im_start|>system\nTOOLS ' + (tools | tojson) + '<|im_end|>\n' }}{% endif -%}
+{%- for m in messages -%}
+{%- if m.role == 'tool' -%}
+{{ '<|im_start|>user\n<tool_response>\n' + m.content + '\n</tool_response><|im_end|>\n' }}
+{%- elif m.role == 'assistant' -%}
+{%- set c = m.content if m.content is string else '' -%}
+{%- set r = m.reasoning_content if m.reasoning_content is string else '' -%}
+{%- if not r and '</think>' in c -%}
+{%- set r = c.split('</think>')[0].replace('<think>', '').strip('\n') -%}
+{%- set c = c.split('</think>')[1].lstrip('\n') -%}
+{%- endif -%}
+{{ '<|im_start|>assistant\n' }}
+{%- if r and loop.index0 > ns.last -%}{{ '<think>\n' + r + '\n</think>\n\n' }}{%- endif -%}
+{{ c }}
+{%- for t in (m.tool_calls or []) -%}
+{{ '\n<tool_call>\n{"name": "' + t.function.name + '", "arguments": ' }}
+{{- t.function.arguments if t.function.arguments is string else (t.function.arguments | tojson) }}
+{{- '}\n</tool_call>' }}
+{%- endfor -%}
+{{ '<|im_end|>\n' }}
+{%- else -%}
+{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}
+{%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif -%}
+"""
+
+LLAMA_TEMPLATE = r"""
+{{- bos_token -}}
+{%- for m in messages -%}
+{{ '<|start_header_id|>' + ('ipython' if m.role == 'tool' else m.role) + '<|end_header_id|>\n\n' }}
+{{- (m.content or '') + '<|eot_id|>' }}
+{%- endfor -%}
+{%- if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif -%}
+"""
+
+NEMOTRON_TEMPLATE = r"""
+{%- for m in messages -%}
+{{ '<|im_start|>' + ('user' if m.role == 'tool' else m.role) + '\n' + (m.content or '') + '<|im_end|>\n' }}
+{%- endfor -%}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n<think>\n' }}{% endif -%}
+"""
+
+GEMMA_TEMPLATE = r"""
+{{- bos_token -}}
+{%- for m in messages -%}
+{%- if (m.role == 'user') != (loop.index0 % 2 == 0) -%}
+{{ raise_exception('roles must alternate user/assistant') }}
+{%- endif -%}
+{{ '<start_of_turn>' + ('model' if m.role == 'assistant' else m.role) + '\n' + (m.content | trim) }}
+{{- '<end_of_turn>\n' }}
+{%- endfor -%}
+{%- if add_generation_prompt %}{{ '<start_of_turn>model\n' }}{% endif -%}
+"""
+
+MAPPING_TEMPLATE = r"""
+{%- for m in messages -%}
+{{ '<|im_start|>' ~ ('user' if m.role == 'tool' else m.role) ~ '\n' ~ m.content }}
+{%- for t in (m.tool_calls or []) -%}
+{{ '\n<function=' ~ t.function.name ~ '>' }}
+{%- for k, v in t.function.arguments | items -%}{{ '\n<parameter=' ~ k ~ '>' ~ v ~ '</parameter>' }}{%- endfor -%}
+{{ '\n</function>' }}
+{%- endfor -%}
+{{ '<|im_end|>\n' }}
+{%- endfor -%}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif -%}
+"""
+
+CHATML = {0: "<|endoftext|>", 1: "<|im_start|>", 2: "<|im_end|>"}
+FAMILIES = {
+    # like Qwen3: tool result as user turn, drops <think> before the last user turn
+    "q": Family(CHATML, "<|im_end|>", (2, 0), QWEN_TEMPLATE),
+    # like Llama 3: turns close with a token that is not the tokenizer's eos
+    "l": Family(
+        {
+            0: "<|begin_of_text|>",
+            1: "<|end_of_text|>",
+            2: "<|start_header_id|>",
+            3: "<|end_header_id|>",
+            4: "<|eom_id|>",
+            5: "<|eot_id|>",
+        },
+        "<|end_of_text|>",
+        (1, 4, 5),
+        LLAMA_TEMPLATE,
+        bos="<|begin_of_text|>",
+    ),
+    # like Nemotron: the generation prompt opens <think>
+    "n": Family(
+        {0: "<unk>", 1: "<s>", 2: "</s>", 10: "<|im_start|>", 11: "<|im_end|>"},
+        "<|im_end|>",
+        (2, 11),
+        NEMOTRON_TEMPLATE,
+        bos="<s>",
+    ),
+    # like Gemma: user and assistant must alternate, no system and no tool role
+    "g": Family(
+        {0: "<pad>", 1: "<eos>", 2: "<bos>", 5: "<start_of_turn>", 6: "<end_of_turn>"},
+        "<eos>",
+        (1, 6),
+        GEMMA_TEMPLATE,
+        bos="<bos>",
+    ),
+    # walks tool arguments as a mapping
+    "m": Family(CHATML, "<|im_end|>", (2, 0), MAPPING_TEMPLATE),
+    # no chat template
+    "bare": Family({0: "<|endoftext|>"}, "<|endoftext|>", (0,), None),
+}
+
+
+def text_ids(text: str) -> list[int]:
+    """The ids of ``text`` as plain bytes: no control token, no merge."""
+    return [BASE + byte for byte in text.encode()]
+
+
+def build_toy(folder: Path, family: str, weights: bool = True) -> Path:
+    """Write ``folder/family`` with tokenizer, configs and, if asked, a one-layer random Llama; return that path."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    spec = FAMILIES[family]
+    path = Path(folder) / family
+    path.mkdir(parents=True, exist_ok=True)
+
+    vocab = {char: BASE + byte for byte, char in _byte_characters().items()}
+    vocab |= {spec.control.get(index, f"<|unused_{index}|>"): index for index in range(BASE)}
+    vocab["ok"] = OK_ID
+    core = Tokenizer(models.BPE(vocab=vocab, merges=[("o", "k")]))
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    core.decoder = decoders.ByteLevel()
+    core.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in spec.control.values()])
+    names = {"eos_token": spec.eos} | ({"bos_token": spec.bos} if spec.bos else {})
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, clean_up_tokenization_spaces=False, **names)
+    if spec.template is not None:
+        tokenizer.chat_template = spec.template.strip("\n")
+    tokenizer.save_pretrained(path)
+
+    if weights:
+        _save_llama(path, list(spec.end_ids))
+    sampling = {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95, "repetition_penalty": 1.05}
+    (path / "generation_config.json").write_text(json.dumps({"eos_token_id": list(spec.end_ids), **sampling}))
+    return path
+
+
+def _save_llama(path: Path, end_ids: list[int]) -> None:
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=4096,
+        eos_token_id=end_ids,
+        bos_token_id=None,
+        pad_token_id=None,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        LlamaForCausalLM(config).save_pretrained(path)
+
+
+def _byte_characters() -> dict[int, str]:
+    """The printable stand-in of every byte in byte-level BPE (GPT-2's table)."""
+    visible = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    hidden = [byte for byte in range(256) if byte not in visible]
+    return {byte: chr(byte) for byte in visible} | {byte: chr(256 + rank) for rank, byte in enumerate(hidden)}

@@ -1,0 +1,341 @@
+"""Checkpoints are whole or not there: kill, damage, full disk, retention (field case F14, behaviour A23)."""
+
+import json
+import os
+import random
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+from gymloop.errors import ConfigError, InfraError
+from gymloop.training.checkpoint import MANIFEST, CheckpointStore
+
+MODEL = {"name": "toy", "sha256": "ab12"}
+
+
+def store(folder, keep_latest_k=2, model=MODEL):
+    return CheckpointStore(folder, keep_latest_k, model=model)
+
+
+def text(content):
+    return lambda path: path.write_text(content)
+
+
+def folder_of(**files):
+    def create(path):
+        path.mkdir()
+        for name, content in files.items():
+            (path / name).write_text(content)
+
+    return create
+
+
+def save(target, step, content="weights"):
+    return target.write(step, {"weights": folder_of(shard=f"{content} {step}"), "loader": text("x")}, {"step": step})
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_what_was_written_is_found_again(tmp_path):
+    written = save(store(tmp_path), 3)
+    found = store(tmp_path).latest()
+    assert found == written
+    assert found.step == 3
+    assert found.state == {"step": 3}
+    assert (found.part("weights") / "shard").read_text() == "weights 3"
+    assert found.part("loader").read_text() == "x"
+    with pytest.raises(ConfigError, match="has no part 'optimizer'"):
+        found.part("optimizer")
+
+
+def test_the_manifest_names_every_file_with_size_and_hash(tmp_path):
+    save(store(tmp_path), 1)
+    manifest = json.loads((tmp_path / "step_1" / MANIFEST).read_text())
+    assert manifest["format_version"] == 1
+    assert manifest["step"] == 1
+    assert manifest["model"] == MODEL
+    assert manifest["state"] == {"step": 1}
+    assert manifest["files"] == {
+        # printf x | sha256sum
+        "loader": {"size": 1, "sha256": "2d711642b726b04401627ca9fbac32f5c8530fb1903cc4db02258717921a4881"},
+        # printf 'weights 1' | sha256sum
+        "weights/shard": {"size": 9, "sha256": "3bb63c501a2cb9b43bfbf09f0b02a7f12408e1922617522b8441afd37272b915"},
+    }
+
+
+def test_nothing_there_is_none(tmp_path):
+    assert store(tmp_path).latest() is None
+    assert store(tmp_path / "never made").latest() is None
+
+
+def test_another_process_may_write_the_parts_between_begin_and_commit(tmp_path):
+    target = store(tmp_path)
+    aside = target.begin(4)
+    program = f"import pathlib; pathlib.Path({str(aside)!r}, 'weights').write_text('from the policy')"
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=30)
+    assert target.latest() is None
+    target.commit(aside, {})
+    assert target.latest().part("weights").read_text() == "from the policy"
+
+
+def test_the_newest_k_are_kept_by_number_not_by_name(tmp_path):
+    target = store(tmp_path, keep_latest_k=2)
+    for step in (8, 9, 10, 11):
+        save(target, step)
+    assert names(tmp_path) == ["step_10", "step_11"]
+
+
+def test_retention_never_removes_the_one_just_written(tmp_path):
+    target = store(tmp_path, keep_latest_k=1)
+    save(target, 9)
+    save(target, 3)
+    assert names(tmp_path) == ["step_3"]
+
+
+def test_retention_waits_until_the_new_one_is_complete(tmp_path):
+    target = store(tmp_path, keep_latest_k=1)
+    save(target, 1)
+    seen = []
+    target.write(2, {"weights": lambda path: (path.write_text("w"), seen.extend(names(tmp_path)))}, {})
+    assert seen == ["step_1", "tmp_step_2"]
+    assert names(tmp_path) == ["step_2"]
+
+
+def test_a_step_saved_again_replaces_the_first(tmp_path):
+    target = store(tmp_path)
+    save(target, 2, "old")
+    save(target, 2, "new")
+    assert names(tmp_path) == ["step_2"]
+    assert (target.latest().part("weights") / "shard").read_text() == "new 2"
+
+
+def test_killed_between_the_two_renames_of_a_replacement_the_old_one_counts(tmp_path):
+    target = store(tmp_path, keep_latest_k=1)
+    save(target, 2, "old")
+    (tmp_path / "step_2").rename(tmp_path / "replaced_step_2")
+    assert target.latest().step == 2
+    save(target, 3)
+    assert names(tmp_path) == ["step_3"]
+
+
+def test_an_unfinished_folder_is_named_ignored_and_cleared_by_the_next_save(tmp_path, caplog):
+    target = store(tmp_path)
+    save(target, 2)
+    aside = target.begin(3)
+    (aside / "weights").write_text("half")
+    assert store(tmp_path).latest().step == 2
+    assert [record.getMessage() for record in caplog.records] == [
+        f"checkpoint {tmp_path / 'tmp_step_3'} was never finished and is ignored"
+    ]
+    save(store(tmp_path), 4)
+    assert names(tmp_path) == ["step_2", "step_4"]
+
+
+def truncate(folder):
+    os.truncate(folder / "weights" / "shard", 4)
+
+
+def flip(folder):
+    path = folder / "weights" / "shard"
+    path.write_text(path.read_text().replace("w", "v"))
+
+
+def edit_manifest(**changes):
+    def damage(folder):
+        manifest = json.loads((folder / MANIFEST).read_text())
+        (folder / MANIFEST).write_text(json.dumps(manifest | changes))
+
+    return damage
+
+
+@pytest.mark.parametrize(
+    ("damage", "reason"),
+    [
+        (truncate, "weights/shard has 4 bytes instead of 9"),
+        (flip, "weights/shard does not have its hash"),
+        (lambda folder: (folder / "loader").unlink(), "loader is missing"),
+        (lambda folder: (folder / MANIFEST).unlink(), "it has no manifest.json"),
+        (lambda folder: os.truncate(folder / MANIFEST, 20), "manifest.json is not JSON"),
+        (lambda folder: (folder / MANIFEST).write_text("[]"), "manifest.json has no format_version"),
+        (lambda folder: (folder / MANIFEST).write_text('{"format_version": 1}'), "manifest.json has no files"),
+        (edit_manifest(step=7), "manifest.json says step 7"),
+        (edit_manifest(files={"../step_2/loader": {"size": 1, "sha256": ""}}), "which lies outside"),
+    ],
+)
+def test_a_damaged_newest_is_named_and_the_one_before_is_taken(tmp_path, caplog, damage, reason):
+    target = store(tmp_path)
+    save(target, 2)
+    save(target, 3)
+    damage(tmp_path / "step_3")
+    assert target.latest().step == 2
+    (message,) = [record.getMessage() for record in caplog.records]
+    assert str(tmp_path / "step_3") in message
+    assert reason in message
+
+
+def test_a_damaged_step_is_replaced_when_it_is_reached_again(tmp_path):
+    target = store(tmp_path)
+    save(target, 2)
+    save(target, 3, "old")
+    truncate(tmp_path / "step_3")
+    save(target, 3, "new")
+    assert (target.latest().part("weights") / "shard").read_text() == "new 3"
+
+
+def test_a_stray_empty_folder_and_foreign_names_are_ignored_in_silence(tmp_path, caplog):
+    target = store(tmp_path)
+    save(target, 2)
+    (tmp_path / "step_9").mkdir()
+    (tmp_path / "step_10").write_text("a file")
+    (tmp_path / "step_11_backup").mkdir()
+    assert target.latest().step == 2
+    assert caplog.records == []
+
+
+def test_a_checkpoint_of_another_model_is_refused_not_passed_over(tmp_path):
+    save(store(tmp_path), 1)
+    with pytest.raises(ConfigError, match=r'step_1 belongs to model .*"toy".*this run trains .*"other"'):
+        store(tmp_path, model={"name": "other"}).latest()
+
+
+def test_a_format_of_the_future_is_refused_not_passed_over(tmp_path):
+    save(store(tmp_path), 1)
+    edit_manifest(format_version=2)(tmp_path / "step_1")
+    with pytest.raises(ConfigError, match="has format 2, this version of gymloop reads 1"):
+        store(tmp_path).latest()
+
+
+def test_a_part_that_fails_leaves_nothing_behind_and_the_older_one_untouched(tmp_path):
+    target = store(tmp_path)
+    save(target, 1)
+
+    def full(path):
+        path.write_text("half")
+        raise OSError(28, "No space left on device", str(path))
+
+    with pytest.raises(InfraError) as caught:
+        target.write(2, {"weights": full}, {})
+    assert str(caught.value) == (
+        f"checkpoint of step 2 was not written: No space left on device ({tmp_path}/tmp_step_2/weights); "
+        f"earlier checkpoints in {tmp_path} are untouched"
+    )
+    assert names(tmp_path) == ["step_1"]
+    assert target.latest().step == 1
+
+    def broken(path):
+        raise RuntimeError("worker died")
+
+    with pytest.raises(RuntimeError, match="worker died"):
+        target.write(2, {"weights": broken}, {})
+    with pytest.raises(ValueError, match="part 'weights' of checkpoint step 2 created nothing"):
+        target.write(2, {"weights": lambda path: None}, {})
+    assert names(tmp_path) == ["step_1"]
+
+
+def test_a_folder_that_cannot_be_made_is_one_sentence(tmp_path):
+    (tmp_path / "results").write_text("a file where a folder belongs")
+    with pytest.raises(InfraError, match=r"checkpoint of step 1 was not written: (Not a directory|File exists)"):
+        save(store(tmp_path / "results"), 1)
+
+
+@pytest.mark.parametrize(
+    ("state", "message"),
+    [
+        ({"loss": float("nan")}, "checkpoint state is not JSON"),
+        ({"path": Path("x")}, "checkpoint state is not JSON"),
+        ({"seen": {3: "x"}}, "checkpoint state.seen has the key 3; JSON keys are strings"),
+    ],
+)
+def test_state_that_would_not_read_back_is_refused_before_anything_is_replaced(tmp_path, state, message):
+    target = store(tmp_path)
+    save(target, 1)
+    with pytest.raises(ValueError, match=message):
+        target.write(1, {"weights": text("w")}, state)
+    assert target.latest().state == {"step": 1}
+    assert names(tmp_path) == ["step_1"]
+
+
+def test_links_and_a_part_called_manifest_are_refused(tmp_path):
+    target = store(tmp_path)
+    with pytest.raises(ValueError, match=r"weights is a link"):
+        target.write(1, {"weights": lambda path: path.symlink_to("/etc/hostname")}, {})
+    with pytest.raises(ValueError, match=r"may not be called manifest\.json"):
+        target.write(1, {MANIFEST: text("{}")}, {})
+
+
+def test_keep_latest_k_of_zero_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"checkpointing\.keep_latest_k is 0"):
+        store(tmp_path, keep_latest_k=0)
+
+
+WRITER = """
+import sys
+from pathlib import Path
+from gymloop.training.checkpoint import CheckpointStore
+store = CheckpointStore(Path(sys.argv[1]), 2, model={"name": "toy"})
+found = store.latest()
+step = found.step if found else 0
+while True:
+    step += 1
+    store.write(
+        step,
+        {
+            "weights": lambda path: path.write_bytes(bytes([step % 256]) * 2_000_000),
+            "optimizer": lambda path: path.write_text(str(step)),
+        },
+        {"step": step},
+    )
+    print(step, flush=True)
+"""
+
+
+def test_f14_killed_at_any_moment_the_newest_complete_one_is_found(tmp_path):
+    target = CheckpointStore(tmp_path, 2, model={"name": "toy"})
+    random.seed(0)
+    reached = 0
+    for _ in range(10):
+        child = subprocess.Popen([sys.executable, "-c", WRITER, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+        try:
+            first = int(child.stdout.readline())
+            time.sleep(random.uniform(0, 0.05))
+        finally:
+            child.kill()
+            printed = [int(line) for line in child.communicate(timeout=30)[0].splitlines()]
+        assert first == reached + 1  # it went on from the one that was found
+        found = target.latest()
+        assert found.step >= max([first, *printed])  # what was reported as saved is there
+        assert found.part("weights").read_bytes() == bytes([found.step % 256]) * 2_000_000
+        assert found.part("optimizer").read_text() == str(found.step) == str(found.state["step"])
+        reached = found.step
+    assert reached >= 10
+
+
+def test_f14_a_file_size_limit_is_one_sentence_and_the_older_one_stays(tmp_path):
+    program = textwrap.dedent(
+        """
+        import resource, sys
+        from pathlib import Path
+        from gymloop.errors import InfraError
+        from gymloop.training.checkpoint import CheckpointStore
+        store = CheckpointStore(Path(sys.argv[1]), 2, model={"name": "toy"})
+        store.write(1, {"weights": lambda path: path.write_bytes(b"1" * 100_000)}, {})
+        resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))
+        try:
+            store.write(2, {"weights": lambda path: path.write_bytes(b"2" * 100_000)}, {})
+        except InfraError as error:
+            print(error)
+        """
+    )
+    out = subprocess.run(
+        [sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True, timeout=60, check=True
+    ).stdout
+    assert out.startswith("checkpoint of step 2 was not written: File too large (")
+    assert out.count("\n") == 1
+    assert names(tmp_path) == ["step_1"]
+    assert CheckpointStore(tmp_path, 2, model={"name": "toy"}).latest().step == 1
