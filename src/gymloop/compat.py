@@ -46,3 +46,10 @@ def has_native_bfloat16(device: str) -> bool:
         return device.startswith("cuda") and torch.cuda.is_bf16_supported(including_emulation=False)
     probes = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")  # private names; absent ones count as no
     return any(probe() for name in probes if (probe := getattr(torch.cpu, name, None)) is not None)
+
+
+def settle_precision(wanted: str, device: str) -> str:
+    """The compute type that ``auto`` means on this device: bfloat16 where it is native, else float32."""
+    if wanted != "auto":
+        return wanted
+    return "bfloat16" if has_native_bfloat16(device) else "float32"

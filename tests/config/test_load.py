@@ -202,21 +202,21 @@ def test_interpolation_is_refused_rather_than_taken_literally(recipe):
         (b"grpo: {a: [1\n", "not valid YAML"),
         (b"grpo: \xff\n", "not UTF-8"),
         (b"a: 1\n---\nb: 2\n", "not valid YAML"),
-        (b"a: !!python/object:os.system {}\n", "a: "),
+        (b"a: !!python/object:os.system {}\n", "has no meaning"),
         (b"a: &x [*x]\n", "refers to itself"),
     ],
 )
 def test_a_file_that_is_no_recipe_gets_one_sentence(tmp_path, content, sentence):
     path = tmp_path / "odd.yaml"
     path.write_bytes(content)
-    with pytest.raises(ConfigError, match="odd.yaml") as caught:
+    with pytest.raises(ConfigError, match=r"odd\.yaml") as caught:
         load_recipe(path)
     assert sentence in str(caught.value)
 
 
 def test_a_misspelt_file_name_gets_the_nearest(tmp_path):
     (tmp_path / "quickstart.yaml").write_text(BASE)
-    with pytest.raises(ConfigError, match="did you mean 'quickstart.yaml'"):
+    with pytest.raises(ConfigError, match=r"did you mean 'quickstart\.yaml'"):
         load_recipe(tmp_path / "quikstart.yaml")
 
 

@@ -256,7 +256,11 @@ def test_a_generator_that_ends_or_fails_is_said():
         def tasks(self, rng):
             yield {"prompt": [1][3]}
 
-    for cls, said in ((Short, "ended after 1 of the 2"), (Bare, r"tasks\[0\]: 'prompt' is None"), (Crash, "IndexError")):
+    for cls, said in (
+        (Short, "ended after 1 of the 2"),
+        (Bare, r"tasks\[0\]: 'prompt' is None"),
+        (Crash, "IndexError"),
+    ):
         with pytest.raises(ConfigError, match=said):
             source(cls).generate(2 if cls is Short else 1, 0)
 

@@ -86,8 +86,11 @@ async def test_html_with_status_200_is_an_infra_error_that_shows_it():
 
 @pytest.mark.parametrize(
     ("status", "kind"),
-    [(500, InfraError), (502, InfraError), (503, InfraError), (408, InfraError), (302, InfraError)]
-    + [(400, DataError), (422, DataError), (404, ConfigError), (401, ConfigError)],
+    [
+        *[(status, InfraError) for status in (500, 502, 503, 504, 408, 302)],
+        *[(status, DataError) for status in (400, 422)],
+        *[(status, ConfigError) for status in (401, 404)],
+    ],
 )
 async def test_a_status_decides_whose_fault_it_is(status, kind):
     with pytest.raises(kind, match=rf"/v1/chat/completions: {status}"):
@@ -117,9 +120,7 @@ async def test_a_reply_that_does_not_come_is_an_infra_error_within_the_timeout()
 
 
 async def test_no_server_is_an_infra_error_that_names_the_url():
-    client = ModelClient(
-        "http://127.0.0.1:9/v1", "toy", max_concurrency=1, call_timeout_s=2.0, ready_timeout_s=1.0
-    )
+    client = ModelClient("http://127.0.0.1:9/v1", "toy", max_concurrency=1, call_timeout_s=2.0, ready_timeout_s=1.0)
     async with client:
-        with pytest.raises(InfraError, match="127.0.0.1:9/v1/chat/completions: ClientConnectorError"):
+        with pytest.raises(InfraError, match=r"127\.0\.0\.1:9/v1/chat/completions: ClientConnectorError"):
             await client.chat(USER, [], max_tokens=8)

@@ -1,6 +1,8 @@
 """From recipe blocks to environments and rows."""
 
 import json
+import subprocess
+import sys
 import textwrap
 
 import pytest
@@ -37,7 +39,7 @@ def test_a_wrong_entrypoint_is_named_with_the_nearest_right_one(entrypoint, said
 
 
 def test_a_module_beside_the_recipe_is_found(tmp_path, monkeypatch):
-    monkeypatch.setattr("sys.path", list(__import__("sys").path))
+    monkeypatch.setattr("sys.path", list(sys.path))
     (tmp_path / "my_own_environment.py").write_text(
         textwrap.dedent(
             """
@@ -74,9 +76,6 @@ def test_rows_come_from_a_file_or_a_generator(tmp_path):
 
 
 def test_the_gym_needs_no_torch():
-    import subprocess
-    import sys
-
     code = (
         "import sys, gymloop.gym.sources, gymloop.rollouts.collector;"
         "print([m for m in ('torch', 'ray', 'transformers', 'vllm') if m in sys.modules])"

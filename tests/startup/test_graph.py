@@ -1,6 +1,7 @@
 """The startup graph: overlap, first failure, deadlines, teardown (acceptance behaviours A2, A3, A4)."""
 
 import asyncio
+import ctypes
 import signal
 import subprocess
 import sys
@@ -41,10 +42,17 @@ async def test_a2_independent_tasks_take_as_long_as_the_longest_of_them():
     assert started.timeline.metrics()["startup/sequential_sum_s"] == pytest.approx(1.2, abs=0.1)
 
 
-async def test_one_at_a_time_takes_the_sum():
+async def test_one_at_a_time_takes_the_sum_in_the_order_given():
     began = time.monotonic()
-    await run_graph([sleeper("environment", 0.2), sleeper("engine", 0.3)], max_parallel=1)
-    assert time.monotonic() - began >= 0.5
+    tasks = [
+        sleeper("ready", 0.0, needs=("engine",)),
+        sleeper("socket", 0.1),
+        sleeper("engine", 0.1, needs=("socket",)),
+        sleeper("data", 0.1),
+    ]
+    started = await run_graph(tasks, max_parallel=1)
+    assert time.monotonic() - began >= 0.3
+    assert list(started.results) == ["socket", "engine", "ready", "data"]
 
 
 async def test_a_task_begins_when_its_needs_have_ended_and_sees_only_their_results():
@@ -257,6 +265,30 @@ async def test_work_in_a_thread_does_not_delay_the_failure_and_its_late_result_i
     assert time.monotonic() - began < 1.0
     release.set()
     assert await asyncio.to_thread(undone.wait, 5)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="PR_SET_PDEATHSIG is Linux's")
+async def test_a_process_bound_to_the_thread_that_started_it_lives_until_the_graph_is_closed():
+    def die_with_the_thread():
+        pr_set_pdeathsig = 1
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL, 0, 0, 0)
+
+    def start():
+        return subprocess.Popen(["sleep", "60"], preexec_fn=die_with_the_thread)
+
+    async def run(context):
+        return await context.in_thread(start)
+
+    started = await run_graph([Task("ray", run, deadline_s=5)])
+    child = started.results["ray"]
+    try:
+        await asyncio.sleep(0.3)
+        assert child.poll() is None
+        await started.close(5)
+        assert await asyncio.to_thread(child.wait, 5) == -signal.SIGKILL
+    finally:
+        child.kill()
+        child.wait()
 
 
 async def test_a_thread_that_outlives_its_task_says_nothing_more():

@@ -1,11 +1,13 @@
 """Checkpoints are whole or not there: kill, damage, full disk, retention (field case F14, behaviour A23)."""
 
+import contextlib
 import json
 import os
 import random
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from pathlib import Path
 
@@ -82,6 +84,27 @@ def test_another_process_may_write_the_parts_between_begin_and_commit(tmp_path):
     assert target.latest() is None
     target.commit(aside, {})
     assert target.latest().part("weights").read_text() == "from the policy"
+
+
+def test_giving_up_while_another_thread_commits_cannot_tear_the_checkpoint(tmp_path):
+    target = store(tmp_path, keep_latest_k=1)
+    save(target, 1)
+
+    def commit(aside):
+        with contextlib.suppress(InfraError):  # it may also come too late
+            target.commit(aside, {})
+
+    for step in range(2, 22):
+        aside = target.begin(step)
+        for shard in range(20):
+            (aside / f"shard{shard}").write_bytes(bytes(50_000))
+        committing = threading.Thread(target=commit, args=(aside,))
+        committing.start()
+        time.sleep(0.001 * (step % 5))
+        target.discard(aside)
+        committing.join()
+        assert target.latest() is not None
+        assert not aside.exists()
 
 
 def test_the_newest_k_are_kept_by_number_not_by_name(tmp_path):

@@ -18,7 +18,7 @@ def run(args: argparse.Namespace) -> int:
     plan = compile_plan(recipe, args.recipe, name)
     if args.resume and name is None:
         plan = compile_plan(recipe, args.recipe, latest_run(plan))
-    from gymloop.training.run import train
+    from gymloop.training.train import train
 
     return asyncio.run(train(plan, resume=args.resume, sequential=args.sequential))
 

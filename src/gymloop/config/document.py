@@ -91,6 +91,8 @@ class _Reader:
         self.document.positions.setdefault(path, self.line(node))
         if isinstance(node, yaml.ScalarNode):
             return self.scalar(node, path)
+        if node.tag not in ("tag:yaml.org,2002:map", "tag:yaml.org,2002:seq"):
+            return self.wrong(node, path, f"tag {node.tag!r} has no meaning in a recipe; remove it")
         if id(node) in self.open:
             return self.wrong(node, path, "refers to itself")
         self.open.add(id(node))

@@ -18,9 +18,6 @@ from gymloop.config.rules import is_template_file
 from gymloop.config.schema import DataSource, Generation, Recipe
 from gymloop.errors import ConfigError
 
-STARTUP_TASKS = ("model", "server", "engine", "policy", "environments", "data", "weights")
-"""Names of the startup graph's tasks, as timeline and metrics show them."""
-
 
 @dataclass(frozen=True, slots=True)
 class SamplingProfile:
@@ -104,7 +101,6 @@ class Plan:
         train: training rows.
         validation: validation rows, if any.
         sft_data_path: demonstrations of the warm-up, absolute; None asks the environment's solver.
-        startup_tasks: names in the order of a sequential start.
     """
 
     recipe: Recipe
@@ -127,7 +123,6 @@ class Plan:
     train: RowSource
     validation: RowSource | None
     sft_data_path: Path | None
-    startup_tasks: tuple[str, ...] = STARTUP_TASKS
 
 
 def compile_plan(recipe: Recipe, recipe_path: str | Path, run_name: str | None = None) -> Plan:

@@ -81,6 +81,8 @@ class DenseCache(Cache):
     """Keys and values of all layers: per layer one buffer [rows, capacity, kv_heads, head_dim] each.
 
     Capacity is the same for all rows and grows by doubling up to ``max_len``; layers are allocated when first written.
+    Positions beyond a row's tokens are read under a mask, and a masked NaN is still a NaN: every position is finite
+    from the start, and ``clean`` makes a row finite again.
     """
 
     def __init__(self, rows: int, max_len: int):
@@ -106,6 +108,12 @@ class DenseCache(Cache):
             for new, old in zip(grown, (keys, values), strict=True):
                 new[:used_rows, :used].copy_(old[:used_rows, :used])
             self._buffers[layer] = grown
+
+    def clean(self, row: int) -> None:
+        """Forget the whole row, and with it whatever is not finite in it."""
+        for buffers in self._buffers.values():
+            for buffer in buffers:
+                buffer[row].zero_()
 
     def clear(self) -> None:
         """Free all memory."""
@@ -147,10 +155,10 @@ class DenseCache(Cache):
 
     def _allocate(self, states: torch.Tensor) -> torch.Tensor:
         shape = (self.rows, self.capacity, states.shape[1], states.shape[3])
-        return torch.empty(shape, dtype=states.dtype, device=states.device)
+        return torch.zeros(shape, dtype=states.dtype, device=states.device)
 
     def _empty(self, old: torch.Tensor) -> torch.Tensor:
-        return torch.empty((self.rows, self.capacity, *old.shape[2:]), dtype=old.dtype, device=old.device)
+        return torch.zeros((self.rows, self.capacity, *old.shape[2:]), dtype=old.dtype, device=old.device)
 
 
 def _visible(own: torch.Tensor, kv: torch.Tensor, window: int | None) -> torch.Tensor:

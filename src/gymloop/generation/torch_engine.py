@@ -509,6 +509,8 @@ class TorchEngine:
                     f"position {len(request.token_ids)}; a finite number of at most 0 was expected"
                 )
                 leaving.append(row)
+                self._cache.clean(row)
+                self._table.computed[row] = 0
                 self._fail(request, request_error)
                 continue
             request.token_ids.append(token)

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gymloop.errors import ConfigError, InfraError
-from gymloop.generation.server import GenerationServer, SamplingProfiles
+from gymloop.generation.chat import SamplingProfiles
+from gymloop.generation.server import GenerationServer
 from gymloop.startup.sockets import hold_socket
 
 if TYPE_CHECKING:
@@ -47,7 +48,6 @@ class EngineSpec:
     threads: int | None = None
     host: str = "127.0.0.1"
     stop_token_ids: tuple[int, ...] | None = None
-    tokenizer_name: str | None = None
     chat_template: str | None = None
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
@@ -71,7 +71,7 @@ class EngineWorker:
         """Base URL of the server, ``http://host:port/v1``."""
         return self._server.url
 
-    def load(self, model_folder: str) -> dict[str, Any]:
+    def load(self, model_folder: str, tokenizer_folder: str) -> dict[str, Any]:
         """Load tokenizer and model, then open the server for requests.
 
         Returns:
@@ -81,12 +81,12 @@ class EngineWorker:
             ConfigError: the folder does not hold a model this engine can run.
         """
         try:
-            return self._load(Path(model_folder))
+            return self._load(Path(model_folder), Path(tokenizer_folder))
         except BaseException as error:
             self._server.fail(f"{type(error).__name__}: {error}")
             raise
 
-    def _load(self, folder: Path) -> dict[str, Any]:
+    def _load(self, folder: Path, tokenizer_folder: Path) -> dict[str, Any]:
         from gymloop.compat import settle_precision
         from gymloop.generation.torch_engine import TorchEngine
         from gymloop.tokens.renderer import Renderer
@@ -96,9 +96,7 @@ class EngineWorker:
             import torch
 
             torch.set_num_threads(spec.threads)
-        renderer = Renderer.load(
-            spec.tokenizer_folder or folder, spec.chat_template, spec.chat_template_kwargs
-        )
+        renderer = Renderer.load(tokenizer_folder, spec.chat_template, spec.chat_template_kwargs)
         precision = settle_precision(spec.precision, spec.device)
         engine = TorchEngine(
             folder,

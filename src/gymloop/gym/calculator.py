@@ -75,10 +75,10 @@ class Calculator(Environment):
 
     @tool
     def calculate(self, expression: str) -> str:
-        """Compute one operation.
+        """Compute one operation, such as 12 * 34.
 
         Args:
-            expression: such as 12 * 34
+            expression: two numbers and one of + - * / // % **
         """
         value = evaluate(expression, self.max_operations)
         self.computed.append(value)

@@ -2,7 +2,8 @@
 
 A folder is taken as it is. A Hugging Face id is looked for where it costs nothing first: the hub's cache on this
 machine, gymloop's own cache, the hub when it answers a probe of three seconds, and last, for the quickstart's model, a
-Python package that carries it. Importing this module imports neither transformers nor torch, and neither does converting.
+Python package that carries it. Importing this module imports neither transformers nor torch, and neither does
+converting.
 """
 
 from __future__ import annotations

@@ -120,8 +120,10 @@ class Context:
         """Run blocking work in a thread that never keeps the process alive.
 
         Cancelling the task leaves the thread to finish on its own; ``undo`` then gets the result that nobody took.
+        The thread lives until the graph is torn down, because what the work started may live only as long: Linux sends
+        a child's death signal (PR_SET_PDEATHSIG) when the thread that started it ends, and Ray's head uses that.
         """
-        return await _in_thread(partial(work, *args), f"startup-{self._state.task.name}", undo)
+        return await self._graph.in_thread(partial(work, *args), f"startup-{self._state.task.name}", undo)
 
 
 class Started:
@@ -205,10 +207,11 @@ def dependency_order(tasks: Sequence[Task[Any]]) -> tuple[Task[Any], ...]:
                 raise ConfigError(f"startup task {task.name!r} needs {need!r}, which is not a task{hint}")
     order: dict[str, Task[Any]] = {}
     while len(order) < len(by_name):
-        ready = [task for name, task in by_name.items() if name not in order and order.keys() >= set(task.needs)]
-        if not ready:
+        waiting = (task for name, task in by_name.items() if name not in order)
+        ready = next((task for task in waiting if order.keys() >= set(task.needs)), None)
+        if ready is None:
             raise ConfigError(f"startup tasks wait for each other: {' -> '.join(_cycle(by_name, order))}")
-        order |= {task.name: task for task in ready}
+        order[ready.name] = ready
     return tuple(order.values())
 
 
@@ -260,6 +263,7 @@ class _Graph:
         self._undos: list[tuple[str, Undo]] = []  # grows in order of completion, so a need always lies below its users
         self._failed: str | None = None
         self._unwound = False
+        self._torn_down = threading.Event()
         self._late: set[asyncio.Task[Any]] = set()
 
     def timeline(self) -> Timeline:
@@ -319,7 +323,11 @@ class _Graph:
             else:
                 continue
             logger.warning(troubles[-1])
+        self._torn_down.set()
         return tuple(troubles), interrupted
+
+    async def in_thread(self, work: Callable[[], T], name: str, undo: Callable[[T], object] | None) -> T:
+        return await _in_thread(work, name, undo, self._torn_down)
 
     def push(self, name: str, undo: Undo) -> None:
         self._undos.append((name, undo))
@@ -453,7 +461,12 @@ async def _call(undo: Undo, name: str) -> None:
         await result
 
 
-async def _in_thread(work: Callable[[], T], name: str, undo: Callable[[T], object] | None = None) -> T:
+async def _in_thread(
+    work: Callable[[], T],
+    name: str,
+    undo: Callable[[T], object] | None = None,
+    stay_until: threading.Event | None = None,
+) -> T:
     """Await ``work`` in a daemon thread; asyncio's own pool would make the interpreter wait for a thread that hangs."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[T] = loop.create_future()
@@ -479,6 +492,8 @@ async def _in_thread(work: Callable[[], T], name: str, undo: Callable[[T], objec
         except RuntimeError:  # the loop has closed, so nobody awaits any more
             if error is None and undo is not None:
                 undo(result)  # type: ignore[arg-type]
+        if stay_until is not None:
+            stay_until.wait()  # a daemon: it may also wait for the end of the process
 
     threading.Thread(target=run, name=name, daemon=True).start()
     return await future

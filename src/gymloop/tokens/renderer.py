@@ -110,7 +110,7 @@ class Renderer:
             raise ConfigError(f"tokenizer folder {folder} does not exist")
         try:
             tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
-        except (OSError, ValueError) as error:
+        except Exception as error:  # a damaged tokenizer.json raises bare Exception
             raise ConfigError(f"no tokenizer can be loaded from {folder}: {error}") from error
         ends = generation_end_ids(folder) if end_token_ids is None else end_token_ids
         return cls(tokenizer, _template_text(chat_template), chat_template_kwargs, ends, _model_vocab_size(folder))

@@ -20,6 +20,7 @@ import logging
 import os
 import re
 import shutil
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -75,6 +76,7 @@ class CheckpointStore:
             raise ConfigError(f"checkpointing.keep_latest_k is {keep_latest_k}, expected at least 1")
         self.folder = Path(folder)
         self._keep = keep_latest_k
+        self._committing = threading.Lock()
         self._model = json.loads(_json(dict(model), "model"))
 
     def write(self, step: int, parts: Mapping[str, Callable[[Path], object]], state: Mapping[str, Any]) -> Checkpoint:
@@ -116,8 +118,9 @@ class CheckpointStore:
         return aside
 
     def discard(self, aside: Path) -> None:
-        """Give up a checkpoint that was begun."""
-        shutil.rmtree(aside, ignore_errors=True)
+        """Give up a checkpoint that was begun; one that is being committed in another thread is let through first."""
+        with self._committing:
+            shutil.rmtree(aside, ignore_errors=True)
 
     def commit(self, aside: Path, state: Mapping[str, Any]) -> Checkpoint:
         """Make what lies in the folder from ``begin`` the checkpoint of its step.
@@ -131,34 +134,17 @@ class CheckpointStore:
             ValueError: ``state`` is not JSON, a file is a link or is called ``manifest.json``; likewise.
         """
         step = int(aside.name.removeprefix("tmp_step_"))
-        try:
-            manifest = {
-                "format_version": FORMAT_VERSION,
-                "step": step,
-                "model": self._model,
-                "state": dict(state),
-                "files": {},
-            }
-            _json(manifest["state"], "state")
-            if (aside / MANIFEST).exists():
-                raise ValueError(f"a checkpoint part may not be called {MANIFEST}")
-            for path in _files(aside):
-                size, digest = _flush_and_hash(path)
-                manifest["files"][path.relative_to(aside).as_posix()] = {"size": size, "sha256": digest}
-            _write(aside / MANIFEST, _json(manifest, "manifest"))
-            for path in sorted(aside.rglob("*")):
-                if path.is_dir():
-                    _flush_folder(path)
-            _flush_folder(aside)
-            final = self._rename(aside, step)
-        except OSError as error:
-            self.discard(aside)
-            raise self._unwritable(step, error) from error
-        except BaseException:
-            self.discard(aside)
-            raise
-        self._retain(step)
-        return Checkpoint(step, final, manifest["state"])
+        with self._committing:
+            try:
+                final = self._complete(aside, step, state)
+            except OSError as error:
+                shutil.rmtree(aside, ignore_errors=True)
+                raise self._unwritable(step, error) from error
+            except BaseException:
+                shutil.rmtree(aside, ignore_errors=True)
+                raise
+            self._retain(step)
+        return Checkpoint(step, final, dict(state))
 
     def latest(self) -> Checkpoint | None:
         """The newest checkpoint whose every file is there and has its hash; None when there is none.
@@ -203,6 +189,29 @@ class CheckpointStore:
         except OSError as error:
             raise InfraError(f"cannot look for checkpoints in {self.folder}: {error.strerror}") from error
         return [(step, path) for step, _, path in sorted(found, reverse=True)]
+
+    def _complete(self, aside: Path, step: int, state: Mapping[str, Any]) -> Path:
+        """Flush and hash every file, write the manifest, rename; in this order."""
+        _json(dict(state), "state")
+        if (aside / MANIFEST).exists():
+            raise ValueError(f"a checkpoint part may not be called {MANIFEST}")
+        files = {}
+        for path in _files(aside):
+            size, digest = _flush_and_hash(path)
+            files[path.relative_to(aside).as_posix()] = {"size": size, "sha256": digest}
+        manifest = {
+            "format_version": FORMAT_VERSION,
+            "step": step,
+            "model": self._model,
+            "state": dict(state),
+            "files": files,
+        }
+        _write(aside / MANIFEST, _json(manifest, "manifest"))
+        for path in aside.rglob("*"):
+            if path.is_dir():
+                _flush_folder(path)
+        _flush_folder(aside)
+        return self._rename(aside, step)
 
     def _rename(self, aside: Path, step: int) -> Path:
         final = self.folder / f"step_{step}"

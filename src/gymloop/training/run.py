@@ -1,8 +1,4 @@
-"""One training run owns every process, socket, actor and file it uses, and gives them back in reverse order.
-
-    train() ── start_run() ── the startup graph ── Run ── loop.train(run) ── Run closed ── summary
-                                                     │
-                                     stop signal, death of a worker: both end the loop, by name
+"""What a training run holds once it has started, and the two things that end it early: a stop request, a dead worker.
 
 The first SIGINT or SIGTERM asks the loop to stop: rollouts are abandoned, an update in progress is finished, the last
 finished step is saved, and the run exits with 130 or 143. A second signal ends it without saving.
@@ -13,25 +9,18 @@ from __future__ import annotations
 import asyncio
 import signal
 from collections.abc import Coroutine, Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
-
-import yaml
 
 from gymloop.cluster.remote import Remote, first_failure
 from gymloop.config.plan import Plan
-from gymloop.errors import GymloopError, InfraError
+from gymloop.errors import GymloopError
 from gymloop.gym.contract import Row
 from gymloop.gym.loader import GroupLoader
-from gymloop.observe.curve import draw_png, draw_text, read_curve
 from gymloop.observe.progress import Progress
-from gymloop.observe.sinks import JsonlSink, Sink, TensorBoardSink
+from gymloop.observe.sinks import Sink
 from gymloop.rollouts.collector import Collector
-from gymloop.startup.timeline import Timeline
-from gymloop.training.checkpoint import Checkpoint, CheckpointStore
-
-TEARDOWN_S = 15.0
+from gymloop.training.checkpoint import CheckpointStore
 
 
 class Stopped(GymloopError):
@@ -107,7 +96,7 @@ class Run:
     step: int = 0
     version: int = 0
     saved_step: int | None = None
-    skipped_in_a_row: int = field(default=0)
+    skipped_in_a_row: int = 0
 
     async def watched(self, work: Coroutine[Any, Any, Any]) -> Any:
         """Await ``work``; the death of a worker ends it with an error that names the worker."""
@@ -140,100 +129,3 @@ class Run:
             self.store.discard(aside)
             raise
         self.saved_step = self.step
-
-
-async def train(plan: Plan, *, resume: bool = False, sequential: bool = False) -> int:
-    """Run a plan from its start to its summary.
-
-    Args:
-        plan: see ``compile_plan``.
-        resume: go on from the newest complete checkpoint of the run's folder, if there is one.
-        sequential: start one task after another, for comparison.
-
-    Returns:
-        The exit code: 0, or 128 plus the signal's number when the run was asked to stop.
-
-    Raises:
-        GymloopError: what ended the run, by name; everything it held was given back.
-    """
-    from gymloop.training import loop
-    from gymloop.training.start import start_run
-
-    stop = StopSignal()
-    task = asyncio.current_task()
-    if task is not None:
-        stop.install(task)
-    with Progress() as progress, ExitStack() as files:
-        store = CheckpointStore(
-            plan.run_dir / "checkpoints",
-            plan.recipe.checkpointing.keep_latest_k,
-            model={"name": plan.recipe.policy.model_name},
-        )
-        checkpoint = store.latest() if resume else None
-        if checkpoint is None and (plan.run_dir / "metrics.jsonl").exists() and not resume:
-            raise InfraError(f"{plan.run_dir} holds a run already; continue it with --resume or choose another --run")
-        total = plan.recipe.grpo.max_num_steps
-        if checkpoint is not None and checkpoint.step >= total:
-            progress.say(f"the run in {plan.run_dir} finished its {total} steps; nothing is left to do")
-            return 0
-        sinks = open_files(plan, checkpoint, files)
-        try:
-            started, run = await first_failure(
-                start_run(plan, checkpoint, store, sinks, progress, stop, sequential=sequential), stop.watch()
-            )
-        except Stopped as stopped:
-            progress.say("stopped while starting; nothing was trained")
-            return stopped.exit_code
-        exit_code = 0
-        try:
-            await loop.train(run)
-        except Stopped as stopped:
-            exit_code = stopped.exit_code
-            progress.say(f"stopping: saving step {run.step}")
-            if plan.recipe.checkpointing.enabled and run.step:
-                await run.save()
-        finally:
-            await started.close(TEARDOWN_S)
-        summarise(plan, progress)
-        return exit_code
-
-
-def open_files(plan: Plan, checkpoint: Checkpoint | None, files: ExitStack) -> list[Sink]:
-    """Make the run's folder, write its resolved recipe, open its metric files."""
-    step = None if checkpoint is None else checkpoint.step
-    try:
-        (plan.run_dir / "logs").mkdir(parents=True, exist_ok=True)
-        text = yaml.safe_dump(plan.recipe.model_dump(mode="json"), sort_keys=False)
-        (plan.run_dir / "recipe.yaml").write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise InfraError(f"cannot write the run's folder {plan.run_dir}: {error.strerror}") from error
-    sinks: list[Sink] = [JsonlSink(plan.run_dir / "metrics.jsonl", step)]
-    if plan.recipe.logger.tensorboard_enabled:
-        sinks.append(TensorBoardSink(plan.run_dir / "tensorboard", step))
-    for sink in sinks:
-        files.callback(sink.close)
-    return sinks
-
-
-def write_timeline(plan: Plan, timeline: Timeline) -> None:
-    """Keep the startup's timeline beside the metrics."""
-    (plan.run_dir / "startup.json").write_text(timeline.to_json(), encoding="utf-8")
-
-
-def summarise(plan: Plan, progress: Progress) -> None:
-    """Draw the reward curve and say where everything is."""
-    points = read_curve(plan.run_dir / "metrics.jsonl", "reward/mean")
-    if points:
-        draw_png(points, "reward/mean", plan.run_dir / "reward.png")
-        encoding = (progress.console.encoding or "").lower()
-        progress.say(draw_text(points, "reward/mean", ascii_only="utf" not in encoding))
-    progress.say(f"results: {plan.run_dir}")
-    for name, what in (
-        ("metrics.jsonl", "every metric of every step"),
-        ("reward.png", "the reward curve"),
-        ("trajectories", "what the model and the tools said"),
-        ("checkpoints", "weights that transformers opens, optimizer, position"),
-        ("tensorboard", "tensorboard --logdir shows the same metrics"),
-    ):
-        if (plan.run_dir / name).exists():
-            progress.say(f"  {name:<14} {what}")

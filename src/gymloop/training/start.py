@@ -12,30 +12,41 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from gymloop.cluster.local import RayCluster
 from gymloop.cluster.remote import RayRemote, Remote
 from gymloop.config.plan import ActorThreads, Plan, SamplingProfile
 from gymloop.errors import ConfigError, InfraError
-from gymloop.generation.server import Profile, SamplingProfiles
+from gymloop.generation.chat import Profile, SamplingProfiles
 from gymloop.generation.worker import EngineSpec, EngineWorker
 from gymloop.gym.loader import GroupLoader
 from gymloop.gym.model_client import ModelClient
 from gymloop.gym.rows import read_jsonl
 from gymloop.gym.session import InProcessSource, demonstrate
 from gymloop.gym.sources import build_sources, load_source_rows
+from gymloop.models.resolve import resolve_model
 from gymloop.observe.progress import Progress
 from gymloop.observe.sinks import Sink
 from gymloop.policy.spec import PolicySpec
 from gymloop.rollouts.collector import Collector
 from gymloop.startup.graph import Context, Started, Task, run_graph
 from gymloop.training.checkpoint import Checkpoint, CheckpointStore
-from gymloop.training.run import Run, StopSignal, write_timeline
+from gymloop.training.run import Run, StopSignal
 from gymloop.training.sync import sync_weights
 
 URL_TIMEOUT_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Folders:
+    """Where model and tokenizer lie on this machine; mostly the same folder."""
+
+    model: Path
+    tokenizer: Path
 
 
 async def start_run(
@@ -57,7 +68,7 @@ async def start_run(
         startup_tasks(plan, checkpoint), progress.startup_event, max_parallel=1 if sequential else None
     )
     progress.startup_done(started.timeline)
-    write_timeline(plan, started.timeline)
+    (plan.run_dir / "startup.json").write_text(started.timeline.to_json(), encoding="utf-8")
     results = started.results
     recipe = plan.recipe
     collector = Collector(
@@ -100,32 +111,27 @@ async def start_run(
 def startup_tasks(plan: Plan, checkpoint: Checkpoint | None) -> list[Task[Any]]:
     """The graph of a training run; the order is that of a sequential start."""
     deadline = plan.recipe.startup.deadline_s
-    server_first = partial(Task, deadline_s=deadline)
+    task = partial(Task, deadline_s=deadline)
     return [
-        server_first("ray", partial(_ray, plan), teardown=_leave_ray),
-        server_first("server", partial(_server, plan), ("ray",)),
-        server_first("model", partial(_model, plan)),
-        server_first("engine", partial(_engine, plan), ("server", "model")),
-        server_first("policy", partial(_policy, plan, checkpoint), ("ray", "model")),
-        server_first("environments", partial(_environments, plan)),
-        server_first("data", partial(_data, plan, checkpoint), ("environments",)),
-        server_first("client", partial(_client, plan), ("server",), teardown=lambda client: client.close()),
-        server_first("demonstrations", partial(_demonstrations, plan, checkpoint), ("data", "environments", "engine", "server")),
-        server_first("weights", partial(_weights, plan, checkpoint), ("server", "engine", "policy")),
+        task("ray", partial(_ray, plan)),
+        task("server", partial(_server, plan), ("ray",)),
+        task("model", partial(_model, plan)),
+        task("engine", partial(_engine, plan), ("server", "model")),
+        task("policy", partial(_policy, plan, checkpoint), ("ray", "model")),
+        task("environments", partial(_environments, plan)),
+        task("data", partial(_data, plan, checkpoint), ("environments",)),
+        task("client", partial(_client, plan), ("server",), teardown=lambda client: client.close()),
+        task("demonstrations", partial(_demonstrations, plan, checkpoint), ("data", "environments", "engine", "server")),
+        task("weights", partial(_weights, plan, checkpoint), ("server", "engine", "policy")),
     ]
 
 
-async def _ray(plan: Plan, ctx: Context) -> str:
-    from gymloop.cluster import local
-
+async def _ray(plan: Plan, ctx: Context) -> RayCluster:
+    cluster = RayCluster(num_cpus=plan.cores)
+    ctx.on_teardown(cluster.disconnect)
     ctx.progress("Ray's head process")
-    return await ctx.in_thread(partial(local.connect, num_cpus=plan.cores), undo=_leave_ray)
-
-
-def _leave_ray(_: str) -> None:
-    from gymloop.cluster import local
-
-    local.disconnect()
+    await ctx.in_thread(cluster.connect)
+    return cluster
 
 
 async def _server(plan: Plan, ctx: Context) -> dict[str, Any]:
@@ -142,7 +148,6 @@ async def _server(plan: Plan, ctx: Context) -> dict[str, Any]:
         seed=recipe.grpo.seed,
         threads=plan.engine.threads,
         stop_token_ids=recipe.policy.generation.stop_token_ids,
-        tokenizer_name=recipe.policy.tokenizer.name,
         chat_template=plan.chat_template,
         chat_template_kwargs=recipe.policy.tokenizer.chat_template_kwargs,
     )
@@ -152,12 +157,15 @@ async def _server(plan: Plan, ctx: Context) -> dict[str, Any]:
     return {"remote": remote, "url": await remote.call("url", timeout=URL_TIMEOUT_S)}
 
 
-async def _model(plan: Plan, ctx: Context) -> Path:
-    """Find the model's folder in a process of its own: a download or conversion can then be ended at once."""
-    name = plan.recipe.policy.model_name
-    if Path(name).is_dir():
-        from gymloop.models.resolve import resolve_model
+async def _model(plan: Plan, ctx: Context) -> Folders:
+    policy = plan.recipe.policy
+    model = await _fetched(policy.model_name, ctx)
+    return Folders(model, model if policy.tokenizer.name is None else await _fetched(policy.tokenizer.name, ctx))
 
+
+async def _fetched(name: str, ctx: Context) -> Path:
+    """Find a model's folder, in a process of its own: a download or conversion can then be ended at once."""
+    if Path(name).is_dir():
         return resolve_model(name)
     ctx.progress(f"model {name}")
     process = await asyncio.create_subprocess_exec(
@@ -177,9 +185,10 @@ async def _model(plan: Plan, ctx: Context) -> Path:
 
 
 async def _engine(plan: Plan, ctx: Context) -> Mapping[str, Any]:
+    folders: Folders = ctx.results["model"]
     ctx.progress("the engine's model")
     return await ctx.results["server"]["remote"].call(
-        "load", str(ctx.results["model"]), timeout=plan.recipe.startup.deadline_s
+        "load", str(folders.model), str(folders.tokenizer), timeout=plan.recipe.startup.deadline_s
     )
 
 
@@ -187,7 +196,7 @@ async def _policy(plan: Plan, checkpoint: Checkpoint | None, ctx: Context) -> Re
     recipe = plan.recipe
     optimizer_steps = plan.optimizer_steps_per_batch
     spec = PolicySpec(
-        model_folder=str(ctx.results["model"]),
+        model_folder=str(ctx.results["model"].model),
         temperature=plan.train_sampling.temperature,
         loss=recipe.loss_fn,
         optimizer=recipe.policy.optimizer.kwargs,

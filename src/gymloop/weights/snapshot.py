@@ -76,7 +76,7 @@ def take(parameters: Iterable[tuple[str, torch.Tensor]]) -> WeightSnapshot:
         nbytes = tensor.numel() * tensor.element_size()
         manifest.append(Entry(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), end, nbytes))
         end += math.ceil(nbytes / ALIGN) * ALIGN
-    buffer = np.empty(end, dtype=np.uint8)
+    buffer = np.zeros(end, dtype=np.uint8)  # the gaps between entries are bytes too: equal weights, equal buffers
     flat = torch.from_numpy(buffer)
     for entry, (_, tensor) in zip(manifest, named, strict=True):
         piece = flat[entry.offset : entry.offset + entry.nbytes].view(tensor.dtype).view(tensor.shape)

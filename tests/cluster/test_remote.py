@@ -1,0 +1,182 @@
+"""A worker behaves the same inline and in a Ray actor; a dead one is named at once."""
+
+import asyncio
+import os
+import time
+from functools import partial
+
+import numpy as np
+import pytest
+
+from gymloop.cluster.local import RayCluster
+from gymloop.cluster.remote import InlineRemote, RayRemote, first_failure
+from gymloop.errors import ConfigError, InfraError
+
+
+class Worker:
+    def __init__(self, start: int) -> None:
+        self.value = start
+
+    def add(self, amount: int) -> int:
+        self.value += amount
+        return self.value
+
+    def big(self) -> np.ndarray:
+        return np.arange(1_000_000, dtype=np.uint8)
+
+    def total(self, array: np.ndarray) -> tuple[int, bool]:
+        return int(array.sum()), bool(array.flags.writeable)
+
+    def threads(self) -> str | None:
+        return os.environ.get("OMP_NUM_THREADS")
+
+    def refuse(self) -> None:
+        raise ConfigError("port 1 is taken; choose another")
+
+    def slip(self) -> None:
+        raise ValueError("not on purpose")
+
+    def sleep(self, seconds: float) -> None:
+        time.sleep(seconds)
+
+    def die(self) -> None:
+        print("last words", flush=True)
+        os._exit(7)
+
+    def close(self) -> None:
+        self.value = -1
+
+
+@pytest.fixture(scope="module")
+def ray_cluster():
+    cluster = RayCluster(num_cpus=2)
+    cluster.connect()
+    yield
+    cluster.disconnect()
+    cluster.disconnect()
+
+
+@pytest.fixture(params=["inline", "ray"])
+def remote(request, tmp_path):
+    if request.param == "inline":
+        made = InlineRemote("adder", partial(Worker, 5))
+    else:
+        request.getfixturevalue("ray_cluster")
+        made = RayRemote("adder", partial(Worker, 5), env={"OMP_NUM_THREADS": "3"}, log_file=tmp_path / "adder.log")
+    yield made
+    made.kill()
+
+
+async def test_calls_reach_one_worker_that_keeps_its_state(remote):
+    assert await remote.call("add", 2, timeout=60) == 7
+    assert await remote.call("add", 3, timeout=60) == 10
+
+
+async def test_a_reference_travels_to_another_call_without_being_looked_at(remote):
+    total, _ = await remote.call("total", remote.refer("big"), timeout=60)
+    assert total == int(np.arange(1_000_000, dtype=np.uint8).sum())
+
+
+async def test_what_a_worker_raises_on_purpose_arrives_as_it_was(remote):
+    with pytest.raises(ConfigError, match="port 1 is taken; choose another"):
+        await remote.call("refuse", timeout=60)
+
+
+async def test_a_call_that_takes_too_long_is_named(remote):
+    await remote.call("add", 0, timeout=60)
+    begin = time.monotonic()
+    with pytest.raises(InfraError, match=r"adder did not finish sleep within 0 s"):
+        await remote.call("sleep", 3.0, timeout=0.3)
+    assert time.monotonic() - begin < 2
+
+
+async def test_killing_ends_died_with_the_name(remote):
+    await remote.call("add", 0, timeout=60)
+    watch = asyncio.ensure_future(remote.died())
+    await asyncio.sleep(0.2)
+    assert not watch.done()
+    remote.kill()
+    with pytest.raises(InfraError, match="adder"):
+        await asyncio.wait_for(watch, 10)
+
+
+async def test_ray_gives_the_actor_its_own_thread_count(ray_cluster, tmp_path):
+    remote = RayRemote("adder", partial(Worker, 5), env={"OMP_NUM_THREADS": "3"}, log_file=tmp_path / "adder.log")
+    assert await remote.call("threads", timeout=60) == "3"
+    remote.kill()
+
+
+async def test_arrays_pass_between_ray_workers_through_shared_memory(ray_cluster, tmp_path):
+    remote = RayRemote("adder", partial(Worker, 5), env={}, log_file=tmp_path / "adder.log")
+    _, writeable = await remote.call("total", remote.refer("big"), timeout=60)
+    assert not writeable, "a read-only array is mapped from the object store; a copy would be writeable"
+    remote.kill()
+
+
+async def test_a_slip_in_a_ray_worker_names_worker_method_and_error(ray_cluster, tmp_path):
+    remote = RayRemote("adder", partial(Worker, 5), env={}, log_file=tmp_path / "adder.log")
+    with pytest.raises(InfraError, match="adder failed in slip: ValueError: not on purpose"):
+        await remote.call("slip", timeout=60)
+    remote.kill()
+
+
+async def test_a_dead_ray_worker_ends_the_work_with_its_last_words(ray_cluster, tmp_path):
+    remote = RayRemote("adder", partial(Worker, 5), env={}, log_file=tmp_path / "adder.log")
+    await remote.call("add", 0, timeout=60)
+
+    async def work() -> None:
+        with pytest.raises(InfraError):
+            await remote.call("die", timeout=60)
+        await asyncio.sleep(60)
+
+    begin = time.monotonic()
+    with pytest.raises(InfraError, match=r"(?s)adder died.*last words"):
+        await first_failure(work(), remote.died())
+    assert time.monotonic() - begin < 10
+
+
+async def test_first_failure_returns_the_work_and_ends_the_watches():
+    ended = []
+
+    async def watch() -> None:
+        try:
+            await asyncio.sleep(60)
+        finally:
+            ended.append("watch")
+
+    async def work() -> str:
+        await asyncio.sleep(0.01)
+        return "done"
+
+    assert await first_failure(work(), watch()) == "done"
+    assert ended == ["watch"]
+
+
+async def test_first_failure_cancels_the_work_when_a_watch_raises():
+    ended = []
+
+    async def watch() -> None:
+        await asyncio.sleep(0.01)
+        raise InfraError("the engine died")
+
+    async def work() -> None:
+        try:
+            await asyncio.sleep(60)
+        finally:
+            ended.append("work")
+
+    with pytest.raises(InfraError, match="the engine died"):
+        await first_failure(work(), watch())
+    assert ended == ["work"]
+
+
+async def test_a_cluster_that_cannot_be_joined_is_one_sentence(monkeypatch):
+    import ray
+
+    def refuse(**_):
+        raise ConnectionError("no such host")
+
+    monkeypatch.setenv("RAY_ADDRESS", "203.0.113.1:6379")
+    monkeypatch.setattr(ray, "init", refuse)
+    with pytest.raises(InfraError, match=r"could not join the Ray cluster at 203.0.113.1:6379: .*no such host"):
+        RayCluster(num_cpus=1).connect()

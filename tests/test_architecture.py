@@ -1,0 +1,216 @@
+"""Imports point one way, light parts stay light, and every wait has a bound: read from the source, not from a run."""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+SRC = Path(__file__).parents[1] / "src"
+HEAVY = {"torch", "ray", "transformers", "vllm"}
+
+LAYERS: tuple[frozenset[str], ...] = (
+    frozenset({"cli"}),
+    frozenset({"training"}),
+    frozenset({"startup", "algorithms", "rollouts", "policy", "generation", "gym", "weights", "observe", "cluster"}),
+    frozenset({"tokens", "models"}),
+    frozenset({"config", "compat"}),
+    frozenset({"errors", ""}),  # "" is the package itself: its version
+)
+"""From the top; a part imports parts below it."""
+
+PEERS = {
+    ("policy", "algorithms.batch"),  # what the step function hands over
+    ("policy", "algorithms.losses"),
+    ("policy", "algorithms.step"),  # how a batch is cut into optimizer steps
+    ("policy", "weights.snapshot"),
+    ("generation", "weights.snapshot"),
+    ("generation", "startup.sockets"),  # the engine's actor holds its own socket
+    ("rollouts", "gym"),  # a collector drives agents
+    ("rollouts", "generation.engine"),
+    ("algorithms", "rollouts.trajectory"),
+    ("gym", "rollouts.trajectory"),  # an agent writes turns
+    ("observe", "startup"),  # the live table shows the timeline
+}
+"""Imports allowed within the middle layer: a part, and the module or package of another part that it may use."""
+
+LIGHT = ("config", "gym", "rollouts", "startup", "observe", "algorithms", "cli")
+"""Parts whose modules load none of ``HEAVY`` when they are imported."""
+MAY_BE_HEAVY = {"algorithms.losses"}
+
+
+@dataclass(frozen=True)
+class Import:
+    target: str  # dotted, as far as the source names a module: ``gymloop.config.plan``, ``torch.nn``
+    line: int
+    at_import: bool  # runs when the module is imported: neither in a function nor under TYPE_CHECKING
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(SRC).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MODULES = {module_name(path): path for path in sorted((SRC / "gymloop").rglob("*.py"))}
+
+
+@cache
+def tree(name: str) -> ast.Module:
+    return ast.parse(MODULES[name].read_text(encoding="utf-8"))
+
+
+@cache
+def imports(name: str) -> tuple[Import, ...]:
+    return tuple(_imports(tree(name), name, True))
+
+
+def _imports(node: ast.AST, name: str, at_import: bool) -> Iterator[Import]:
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.Import):
+            yield from (Import(alias.name, child.lineno, at_import) for alias in child.names)
+        elif isinstance(child, ast.ImportFrom):
+            assert child.level == 0, f"{name}:{child.lineno}: imports are absolute"
+            for alias in child.names:
+                full = f"{child.module}.{alias.name}"
+                yield Import(full if full in MODULES else str(child.module), child.lineno, at_import)
+        elif isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
+            for part in child.body:
+                yield from _imports(ast.Module([part], []), name, False)
+            for part in child.orelse:
+                yield from _imports(ast.Module([part], []), name, at_import)
+        else:
+            inside = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+            yield from _imports(child, name, at_import and not inside)
+
+
+def inner(name: str) -> str:
+    """``gymloop.config.plan`` is ``config.plan``."""
+    return name.removeprefix("gymloop").removeprefix(".")
+
+
+def part_of(name: str) -> str:
+    return inner(name).partition(".")[0]
+
+
+def layer(name: str) -> int:
+    found = [depth for depth, parts in enumerate(LAYERS) if part_of(name) in parts]
+    assert found, f"{name}: part {part_of(name)!r} belongs to no layer; give it one in LAYERS"
+    return found[0]
+
+
+def is_peer(importer: str, target: str) -> bool:
+    return any(
+        part_of(importer) == part and (inner(target) == allowed or inner(target).startswith(f"{allowed}."))
+        for part, allowed in PEERS
+    )
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_imports_point_one_way(name):
+    wrong = [
+        f"{MODULES[name].relative_to(SRC)}:{found.line} imports {found.target}"
+        for found in imports(name)
+        if found.target.partition(".")[0] == "gymloop"
+        and part_of(found.target) != part_of(name)
+        and not (layer(found.target) > layer(name) or is_peer(name, found.target))
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_no_import_cycle():
+    edges = {
+        name: {found.target for found in imports(name) if found.at_import and found.target in MODULES}
+        for name in MODULES
+    }
+    done: set[str] = set()
+
+    def walk(name: str, path: tuple[str, ...]) -> None:
+        assert name not in path, f"import cycle: {' -> '.join([*path[path.index(name) :], name])}"
+        if name not in done:
+            for target in sorted(edges[name] - {name}):
+                walk(target, (*path, name))
+            done.add(name)
+
+    for name in MODULES:
+        walk(name, ())
+
+
+@pytest.mark.parametrize("name", [name for name in MODULES if part_of(name) in LIGHT])
+def test_light_parts_import_nothing_heavy(name):
+    if inner(name) in MAY_BE_HEAVY:
+        return
+    heavy = [
+        f"{found.target}, line {found.line}"
+        for found in imports(name)
+        if found.at_import and found.target.partition(".")[0] in HEAVY
+    ]
+    assert not heavy
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_every_module_says_what_it_is(name):
+    assert ast.get_docstring(tree(name)), f"{MODULES[name].relative_to(SRC)} has no docstring"
+
+
+def _unbounded(node: ast.AST) -> str | None:
+    if isinstance(node, ast.Call):
+        given = {keyword.arg: keyword.value for keyword in node.keywords}
+        if ast.unparse(node.func) in ("ray.get", "ray.wait") and "timeout" not in given:
+            return f"line {node.lineno}: {ast.unparse(node.func)} without timeout"
+        if isinstance(value := given.get("timeout"), ast.Constant) and value.value is None:
+            return f"line {node.lineno}: timeout=None"
+    elif isinstance(node, ast.arguments):
+        positional = [*node.posonlyargs, *node.args]
+        named = [*zip(positional[::-1], node.defaults[::-1], strict=False)]
+        named += [(name, value) for name, value in zip(node.kwonlyargs, node.kw_defaults, strict=True) if value]
+        for name, default in named:
+            if name.arg == "timeout" and isinstance(default, ast.Constant) and default.value is None:
+                return f"line {name.lineno}: timeout=None by default"
+    return None
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_every_wait_has_a_bound(name):
+    assert not [text for node in ast.walk(tree(name)) if (text := _unbounded(node))]
+
+
+@pytest.mark.parametrize(
+    ("source", "caught"),
+    [
+        ("ray.get(x)", True),
+        ("ray.wait([x], num_returns=1)", True),
+        ("ray.get(x, timeout=5)", False),
+        ("f(timeout=None)", True),
+        ("def f(a, timeout=None): ...", True),
+        ("def f(*, b, timeout=None): ...", True),
+        ("def f(*, timeout, b=None): ...", False),
+    ],
+)
+def test_the_search_for_unbounded_waits_finds_them(source, caught):
+    assert any(_unbounded(node) for node in ast.walk(ast.parse(source))) is caught
+
+
+def test_the_search_for_imports_tells_when_they_run():
+    source = (
+        "import a\nif TYPE_CHECKING:\n    import b\nelse:\n    import c\n"
+        "try:\n    import d\nexcept ImportError:\n    d = None\ndef f():\n    import e\nclass C:\n    import g\n"
+    )
+    found = {one.target: one.at_import for one in _imports(ast.parse(source), "x", True)}
+    assert found == {"a": True, "b": False, "c": True, "d": True, "e": False, "g": True}
+
+
+LIGHT_ENTRIES = sorted(
+    name for name in MODULES if part_of(name) in ("rollouts", "gym", "config", "startup") or name == "gymloop.cli.main"
+)
+
+
+def test_light_parts_leave_nothing_heavy_loaded():
+    code = f"import importlib, sys\nfor name in {LIGHT_ENTRIES!r}: importlib.import_module(name)\n"
+    code += f"print(sorted({HEAVY!r} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "[]\n"
