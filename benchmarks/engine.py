@@ -83,9 +83,7 @@ def main() -> None:
             rates: list[tuple[float, float]] = []
             # The first round warms both up and is not counted.
             for _ in range(args.rounds + 1):
-                prompts = [
-                    [rng.randrange(vocab) for _ in range(rng.randint(low, high))] for _ in range(concurrency)
-                ]
+                prompts = [[rng.randrange(vocab) for _ in range(rng.randint(low, high))] for _ in range(concurrency)]
                 total = concurrency * args.new_tokens
                 ours = total / engine_seconds(engine, prompts, args.new_tokens)
                 theirs = total / generate_seconds(reference, prompts, args.new_tokens)

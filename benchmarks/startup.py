@@ -10,6 +10,8 @@ on both, and a first run that is not counted warms the page cache for both. Prin
   itself. 1.0 is a perfect overlap on a machine with a core to spare for everything else; the goal is at most 1.10.
 * overlapped / longest task together: the longest task of the overlapped run itself, slowed by its neighbours. The
   difference to the line above is contention, not lack of overlap.
+* overlapped / critical path: the longest chain of tasks that need each other, in the same run. 1.0 means that no task
+  waited for anything but what it needs; whatever the first line has above this one is the chain itself.
 * overlapped / sequential sum: what overlapping saves.
 """
 
@@ -54,6 +56,7 @@ class Pair:
         return {
             "overlapped / longest task alone": total / longest(self.sequential)[1],
             "overlapped / longest task together": total / longest(self.overlapped)[1],
+            "overlapped / critical path": total / self.overlapped.metrics()["startup/critical_path_s"],
             "overlapped / sequential sum": total / self.sequential.metrics()["startup/sequential_sum_s"],
         }
 
@@ -97,6 +100,7 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=3, help="runs of each mode")
     arguments = parser.parse_args()
     recipe = arguments.recipe.resolve()
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that a child is ended too
     print(f"{recipe.name}, {len(os.sched_getaffinity(0))} cores, Python {platform.python_version()}")
     with tempfile.TemporaryDirectory(prefix="gymloop-startup-") as folder:
         results = Path(folder)

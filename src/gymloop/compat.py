@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
+
+Precision = Literal["float32", "bfloat16"]
 
 
 def cache_argument(model: Any) -> str:
@@ -48,7 +50,7 @@ def has_native_bfloat16(device: str) -> bool:
     return any(probe() for name in probes if (probe := getattr(torch.cpu, name, None)) is not None)
 
 
-def settle_precision(wanted: str, device: str) -> str:
+def settle_precision(wanted: Precision | Literal["auto"], device: str) -> Precision:
     """The compute type that ``auto`` means on this device: bfloat16 where it is native, else float32."""
     if wanted != "auto":
         return wanted

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from gymloop.algorithms.batch import TrainBatch, TrainSequence
 from gymloop.algorithms.losses import policy_loss
-from gymloop.algorithms.step import prepare_batch, split
+from gymloop.algorithms.step import prepare_batch, rollout_metrics, split
 from gymloop.algorithms.weighting import weigh
 from gymloop.config.schema import Grpo, Loss, Rollouts
 from gymloop.errors import DataError
@@ -305,6 +305,17 @@ def test_metrics_describe_the_finished_rollouts():
         "advantages/max": 2.0,
     }
     assert all(type(value) is float for value in prepared.metrics.values())
+
+
+def test_rollouts_that_are_not_trained_are_described_alike():
+    single = group("val", 1.0)
+    assert prepare(single).batch.sequences == ()
+    metrics = rollout_metrics([single], group_size=1)
+    assert (metrics["reward/mean"], metrics["rollouts/finished"], metrics["rollouts/missing"]) == (1, 1, 0)
+    trained = prepare(group("g", 1.0, 0.0)).metrics
+    assert metrics.keys() <= trained.keys()
+    with pytest.raises(DataError, match="group 'val' occurs 2 times"):
+        rollout_metrics([single, single], group_size=1)
 
 
 # F08: four sequences with 2, 4, 1, 3 trained tokens and advantages 1, -0.5, 2, -1

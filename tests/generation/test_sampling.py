@@ -78,9 +78,7 @@ def test_greedy_takes_the_likeliest_and_reports_temperature_one_over_the_whole_v
 
 def test_rows_of_one_batch_keep_their_own_filters() -> None:
     logits = logits_of([0.5, 0.3, 0.2]).repeat(4, 1)
-    rows = Filters(
-        torch.tensor([0.0, 1.0, 1.0, 1.0]), torch.tensor([1.0, 1.0, 0.6, 1.0]), torch.tensor([3, 3, 3, 1])
-    )
+    rows = Filters(torch.tensor([0.0, 1.0, 1.0, 1.0]), torch.tensor([1.0, 1.0, 0.6, 1.0]), torch.tensor([3, 3, 3, 1]))
     tokens, logprobs = draw(logits, rows, torch.full((4,), 0.99, dtype=torch.float64))
     assert tokens.tolist() == [0, 2, 1, 0]
     assert logprobs.tolist() == pytest.approx([math.log(0.5), math.log(0.2), math.log(0.3 / 0.8), 0.0], abs=1e-6)

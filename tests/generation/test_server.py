@@ -18,8 +18,9 @@ from functools import cache
 import httpx
 import pytest
 
+from gymloop.config.plan import SamplingProfile
 from gymloop.errors import InfraError
-from gymloop.generation.chat import Profile, SamplingProfiles
+from gymloop.generation.chat import SamplingProfiles
 from gymloop.generation.engine import Sample, Sampling
 from gymloop.generation.server import GenerationServer
 from gymloop.tokens import Renderer
@@ -28,7 +29,7 @@ from toys import text_ids
 USER = {"role": "user", "content": "Weather in Oslo?"}
 TOOL = {"role": "tool", "tool_call_id": "c", "content": "4C, rain"}
 CALL_TEXT = '\n<tool_call>\n{"name": "wx", "arguments": {"city": "Oslo"}}\n</tool_call>'
-PROFILES = SamplingProfiles(train=Profile(1.0, 1.0, None), validation=Profile(0.0, 1.0, None))
+PROFILES = SamplingProfiles(train=SamplingProfile(1.0, 1.0, None), validation=SamplingProfile(0.0, 1.0, None))
 
 
 @dataclass
@@ -264,7 +265,7 @@ def test_the_guard_does_not_rest_on_asserts(tmp_path):
     code = (
         "from gymloop.generation.chat import *\n"
         "for field in ({'temperature': 0.7}, {'min_p': 0.1}, {'temperature': '1.0'}):\n"
-        "    try: read_request({'messages': [{'role': 'user'}], **field}, 'toy', Profile(), {}, 9)\n"
+        "    try: read_request({'messages': [{'role': 'user'}], **field}, 'toy', UNCHANGED, {}, 9)\n"
         "    except ApiError as error: print(error.status, error.code)\n"
     )
     done = subprocess.run([sys.executable, "-O", "-c", code], capture_output=True, text=True, timeout=60, check=True)

@@ -63,18 +63,11 @@ class Prepared:
 def prepare_batch(groups: Sequence[Group], grpo: Grpo, loss_fn: Loss, rollouts: Rollouts) -> Prepared:
     """Turn the groups of one step into a training batch.
 
-    Metrics; means are over all finished rollouts, and those of ``reward``, ``turns`` and ``tools`` are absent when
-    there is none:
+    Its metrics are those of ``rollout_metrics`` and
 
-    * ``reward/mean``, ``reward/std`` (population), ``reward/min``, ``reward/max``;
-      ``reward/components/<name>/mean`` over the rollouts that report the component
-    * ``rollouts/finished``, ``rollouts/failed``, ``rollouts/truncated``, ``rollouts/missing`` (neither finished nor
-      failed, by ``num_generations_per_prompt``), ``failures/<kind>``: counts
     * ``groups/kept``, ``groups/dropped``, ``signal/zero_groups`` (kept, all rewards equal): counts
-    * ``tools/calls_per_rollout``, ``tools/rollouts_with_calls`` (fraction), ``tools/bad_call_rate`` (bad calls over all
-      calls, 0 without any), ``turns/mean``
-    * ``tokens/sampled`` by the engine, ``tokens/trained`` (carry loss), ``tokens/batch`` (forward and backward):
-      counts; ``segments/per_rollout`` over trained rollouts, above 1 where histories were rewritten
+    * ``tokens/trained`` (carry loss), ``tokens/batch`` (forward and backward): counts; ``segments/per_rollout`` over
+      trained rollouts, above 1 where histories were rewritten
     * ``advantages/min``, ``advantages/max`` over kept rollouts
 
     Args:
@@ -87,8 +80,7 @@ def prepare_batch(groups: Sequence[Group], grpo: Grpo, loss_fn: Loss, rollouts: 
         DataError: a group id or a sample id occurs twice, a rollout carries another group's id, a reward is not finite,
             or a token to be trained has no context or no engine logprob that is finite and at most 0.
     """
-    groups = _in_order(groups)
-    _check(groups)
+    groups = _checked(groups)
 
     kept: list[Group] = []
     dropped: list[DroppedGroup] = []
@@ -154,8 +146,33 @@ def split(batch: TrainBatch, rollouts_per_step: int | None, loss_fn: Loss) -> tu
     )
 
 
-def _in_order(groups: Iterable[Group]) -> list[Group]:
-    return [
+def rollout_metrics(groups: Sequence[Group], *, group_size: int) -> dict[str, float]:
+    """Describe rollouts, trained or not.
+
+    Means are over all finished rollouts; those of ``reward``, ``turns`` and ``tools`` are absent when there is none.
+
+    * ``reward/mean``, ``reward/std`` (population), ``reward/min``, ``reward/max``;
+      ``reward/components/<name>/mean`` over the rollouts that report the component
+    * ``rollouts/finished``, ``rollouts/failed``, ``rollouts/truncated``, ``rollouts/missing`` (neither finished nor
+      failed), ``failures/<kind>``: counts
+    * ``tools/calls_per_rollout``, ``tools/rollouts_with_calls`` (fraction), ``tools/bad_call_rate`` (bad calls over all
+      calls, 0 without any), ``turns/mean``
+    * ``tokens/sampled``: count
+
+    Args:
+        groups: in any order; each prompt once.
+        group_size: rollouts that were asked for of each prompt.
+
+    Raises:
+        DataError: a group id or a sample id occurs twice, a rollout carries another group's id, or a reward is not
+            finite.
+    """
+    return _rollout_metrics(_checked(groups), group_size)
+
+
+def _checked(groups: Iterable[Group]) -> list[Group]:
+    """The groups by id with their rollouts by sample id, each of them once."""
+    result = [
         replace(
             group,
             trajectories=tuple(sorted(group.trajectories, key=lambda trajectory: trajectory.sample_id)),
@@ -163,6 +180,8 @@ def _in_order(groups: Iterable[Group]) -> list[Group]:
         )
         for group in sorted(groups, key=lambda group: group.group_id)
     ]
+    _check(result)
+    return result
 
 
 def _check(groups: Sequence[Group]) -> None:

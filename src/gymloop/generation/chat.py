@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from gymloop.config.plan import SamplingProfile
 from gymloop.errors import InfraError
 from gymloop.generation.engine import Sample, Sampling
 from gymloop.tokens.conversation import TOKEN_FIELDS
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     from gymloop.tokens.renderer import Renderer
 
 PROFILE_HEADER = "x-gymloop-profile"
+UNCHANGED = SamplingProfile(temperature=1.0, top_p=1.0, top_k=None)
+"""The model's own distribution."""
 
 
 class ApiError(Exception):
@@ -44,22 +47,13 @@ class ApiError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Profile:
-    """The distribution that a run samples from; ``top_k`` None keeps all tokens."""
-
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class SamplingProfiles:
     """The profiles of a run; ``validation`` None means that validation samples as training does."""
 
-    train: Profile
-    validation: Profile | None = None
+    train: SamplingProfile
+    validation: SamplingProfile | None = None
 
-    def select(self, mark: str | None) -> Profile:
+    def select(self, mark: str | None) -> SamplingProfile:
         """The profile of a request, by its ``x-gymloop-profile`` header.
 
         Raises:
@@ -184,7 +178,7 @@ _KNOWN = _NEUTRAL | _FIXED.keys() | _UNSUPPORTED.keys() | _SAMPLED
 
 
 def read_request(
-    body: Any, model_name: str, profile: Profile | None, template_kwargs: Mapping[str, Any], vocab_size: int
+    body: Any, model_name: str, profile: SamplingProfile | None, template_kwargs: Mapping[str, Any], vocab_size: int
 ) -> ChatRequest:
     """Check the body of ``/v1/chat/completions`` or ``/tokenize``.
 
@@ -249,8 +243,8 @@ def token_ids(owner: Mapping[str, Any], name: str, vocab_size: int, where: str =
     return tuple(value)
 
 
-def _guard(given: Mapping[str, Any], profile: Profile | None) -> tuple[float, float, int | None]:
-    base = profile or Profile()
+def _guard(given: Mapping[str, Any], profile: SamplingProfile | None) -> tuple[float, float, int | None]:
+    base = profile or UNCHANGED
     temperature = float(_typed(given, "temperature", float, base.temperature))
     top_p = float(_typed(given, "top_p", float, base.top_p))
     top_k = _typed(given, "top_k", int, base.top_k)

@@ -199,7 +199,9 @@ def dense_attention(
     """
     unsupported = [name for name in UNSUPPORTED_KEYWORDS if kwargs.get(name) is not None]
     if unsupported or packed_step is None or attention_mask is not None or not getattr(module, "is_causal", True):
-        reason = f"its attention uses {unsupported[0]}" if unsupported else "its attention is not plain causal attention"
+        reason = (
+            f"its attention uses {unsupported[0]}" if unsupported else "its attention is not plain causal attention"
+        )
         raise ConfigError(f"{type(module).__name__} cannot run on the torch engine: {reason}")
 
     heads, tokens, dim = query.shape[1:]

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from gymloop.errors import ConfigError, InfraError
 from gymloop.generation.chat import SamplingProfiles
@@ -42,7 +42,7 @@ class EngineSpec:
     max_model_len: int
     max_batch_size: int
     request_timeout_s: float
-    precision: str = "auto"
+    precision: Literal["auto", "float32", "bfloat16"] = "auto"
     device: str = "cpu"
     seed: int = 0
     threads: int | None = None

@@ -18,7 +18,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 
-from gymloop.algorithms.step import prepare_batch
+from gymloop.algorithms.step import prepare_batch, rollout_metrics
 from gymloop.algorithms.warmup import demonstration_batch
 from gymloop.errors import InfraError
 from gymloop.observe.metrics import METRICS, StepMetrics
@@ -50,7 +50,7 @@ async def train(run: Run) -> None:
                 raise
             trained = await _update(run, groups, metrics)
         run.step += 1
-        if run.step == total and grpo.val_at_end or grpo.val_period and run.step % grpo.val_period == 0:
+        if (grpo.val_at_end and run.step == total) or (grpo.val_period and run.step % grpo.val_period == 0):
             await _validate(run, metrics)
         reduced = metrics.reduce()
         run.record(reduced)
@@ -130,9 +130,7 @@ async def _sync(run: Run, metrics: StepMetrics) -> None:
     """Give the engine the policy's weights under the next version number."""
     run.progress.phase(f"step {run.step + 1}: weight sync")
     with metrics.timed("weight_sync"):
-        await run.watched(
-            sync_weights(run.policy, run.engine, run.version + 1, run.plan.recipe.policy.call_timeout_s)
-        )
+        await run.watched(sync_weights(run.policy, run.engine, run.version + 1, run.plan.recipe.policy.call_timeout_s))
     run.version += 1
     metrics.add("weights/version", run.version)
 
@@ -141,13 +139,12 @@ async def _validate(run: Run, metrics: StepMetrics) -> None:
     """One rollout of each validation row, under the validation profile; nothing of it is trained."""
     if run.validator is None:
         return
-    recipe = run.plan.recipe
     tasks = expand(((f"val-r{index:05d}", row) for index, row in enumerate(run.validation_rows)), 1)
     run.progress.phase(f"validation on {len(tasks)} rows")
     with metrics.timed("validation"):
         groups = await run.interruptible(run.validator.gather(tasks))
     _keep(run, f"validation_{run.step:05d}.jsonl", groups)
-    measured = prepare_batch(groups, recipe.grpo, recipe.loss_fn, recipe.rollouts).metrics
+    measured = rollout_metrics(groups, group_size=1)
     metrics.update({f"validation/{name}": value for name, value in measured.items()})
     if "reward/mean" in measured:
         run.progress.say(f"validation  reward {measured['reward/mean']:.3f} on {len(tasks)} rows")
@@ -174,6 +171,8 @@ def _keep(run: Run, name: str, groups: Sequence[Group]) -> None:
     """Write what was said, one rollout a line, without token ids."""
     folder = run.plan.run_dir / "trajectories"
     folder.mkdir(exist_ok=True)
-    rollouts = [rollout for group in groups for rollout in (*group.trajectories, *group.failures)]
+    rollouts: list[Rollout] = []
+    for group in groups:
+        rollouts += group.trajectories + group.failures
     lines = [json.dumps(as_record(rollout), ensure_ascii=False) for rollout in rollouts]
     (folder / name).write_text("".join(line + "\n" for line in lines), encoding="utf-8")

@@ -41,14 +41,18 @@ class StopSignal:
         self._event = asyncio.Event()
 
     def install(self, task: asyncio.Task[Any]) -> None:
-        """Handle both signals on the running loop, for as long as the loop lives."""
+        """Handle both signals on the running loop.
+
+        Ray puts its own handlers in place when a process connects; call this again then.
+        """
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
+            loop.remove_signal_handler(number)
             loop.add_signal_handler(number, self.request, 128 + number, task)
 
-    def request(self, exit_code: int, task: asyncio.Task[Any] | None = None) -> None:
-        """Ask the run to stop."""
-        if self._event.is_set() and task is not None:
+    def request(self, exit_code: int, task: asyncio.Task[Any]) -> None:
+        """Ask the run to stop; asking twice cancels its task."""
+        if self._event.is_set():
             task.cancel()
         self.exit_code = self.exit_code or exit_code
         self._event.set()

@@ -1,17 +1,18 @@
 """What a training run starts, and what waits for what.
 
-    ray ──> server ──────────────┐
-      │                          ├──> engine ──┐
-      │     model ───────────────┤             ├──> weights
-      └──────────────────────────┴──> policy ──┘
-    environments ──> data          (an environment needs the server's URL at most, which exists before any model loads)
+ray ──> server ──────────────┐
+  │                          ├──> engine ──┐
+  │     model ───────────────┤             ├──> weights
+  └──────────────────────────┴──> policy ──┘
+environments ──> data          (an environment needs the server's URL at most, which exists before any model loads)
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -19,9 +20,9 @@ from typing import Any
 
 from gymloop.cluster.local import RayCluster
 from gymloop.cluster.remote import RayRemote, Remote
-from gymloop.config.plan import ActorThreads, Plan, SamplingProfile
+from gymloop.config.plan import ActorThreads, Plan
 from gymloop.errors import ConfigError, InfraError
-from gymloop.generation.chat import Profile, SamplingProfiles
+from gymloop.generation.chat import SamplingProfiles
 from gymloop.generation.worker import EngineSpec, EngineWorker
 from gymloop.gym.loader import GroupLoader
 from gymloop.gym.model_client import ModelClient
@@ -58,14 +59,18 @@ async def start_run(
     stop: StopSignal,
     *,
     sequential: bool,
+    on_ray: Callable[[], None],
 ) -> tuple[Started, Run]:
     """Start everything at once and hand it over as a Run.
+
+    Args:
+        on_ray: called on the event loop once this process is connected to Ray.
 
     Raises:
         StartupError: a task failed; whatever had started was torn down.
     """
     started = await run_graph(
-        startup_tasks(plan, checkpoint), progress.startup_event, max_parallel=1 if sequential else None
+        startup_tasks(plan, checkpoint, on_ray), progress.startup_event, max_parallel=1 if sequential else None
     )
     progress.startup_done(started.timeline)
     (plan.run_dir / "startup.json").write_text(started.timeline.to_json(), encoding="utf-8")
@@ -108,12 +113,12 @@ async def start_run(
     return started, run
 
 
-def startup_tasks(plan: Plan, checkpoint: Checkpoint | None) -> list[Task[Any]]:
+def startup_tasks(plan: Plan, checkpoint: Checkpoint | None, on_ray: Callable[[], None]) -> list[Task[Any]]:
     """The graph of a training run; the order is that of a sequential start."""
     deadline = plan.recipe.startup.deadline_s
     task = partial(Task, deadline_s=deadline)
     return [
-        task("ray", partial(_ray, plan)),
+        task("ray", partial(_ray, plan, on_ray)),
         task("server", partial(_server, plan), ("ray",)),
         task("model", partial(_model, plan)),
         task("engine", partial(_engine, plan), ("server", "model")),
@@ -121,16 +126,19 @@ def startup_tasks(plan: Plan, checkpoint: Checkpoint | None) -> list[Task[Any]]:
         task("environments", partial(_environments, plan)),
         task("data", partial(_data, plan, checkpoint), ("environments",)),
         task("client", partial(_client, plan), ("server",), teardown=lambda client: client.close()),
-        task("demonstrations", partial(_demonstrations, plan, checkpoint), ("data", "environments", "engine", "server")),
+        task(
+            "demonstrations", partial(_demonstrations, plan, checkpoint), ("data", "environments", "engine", "server")
+        ),
         task("weights", partial(_weights, plan, checkpoint), ("server", "engine", "policy")),
     ]
 
 
-async def _ray(plan: Plan, ctx: Context) -> RayCluster:
+async def _ray(plan: Plan, on_ray: Callable[[], None], ctx: Context) -> RayCluster:
     cluster = RayCluster(num_cpus=plan.cores)
     ctx.on_teardown(cluster.disconnect)
     ctx.progress("Ray's head process")
     await ctx.in_thread(cluster.connect)
+    on_ray()
     return cluster
 
 
@@ -138,7 +146,7 @@ async def _server(plan: Plan, ctx: Context) -> dict[str, Any]:
     recipe = plan.recipe
     spec = EngineSpec(
         model_name=recipe.policy.model_name,
-        profiles=SamplingProfiles(_profile(plan.train_sampling), _profile(plan.validation_sampling)),
+        profiles=SamplingProfiles(plan.train_sampling, plan.validation_sampling),
         port_range=(plan.ports.low, plan.ports.high),
         max_model_len=recipe.policy.max_total_sequence_length,
         max_batch_size=recipe.policy.generation.torch_cfg.max_batch_size,
@@ -165,8 +173,8 @@ async def _model(plan: Plan, ctx: Context) -> Folders:
 
 async def _fetched(name: str, ctx: Context) -> Path:
     """Find a model's folder, in a process of its own: a download or conversion can then be ended at once."""
-    if Path(name).is_dir():
-        return resolve_model(name)
+    if await ctx.in_thread(os.path.isdir, name):
+        return await ctx.in_thread(resolve_model, name)
     ctx.progress(f"model {name}")
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "gymloop.cli.main", "models", "fetch", name,
@@ -297,15 +305,9 @@ async def _weights(plan: Plan, checkpoint: Checkpoint | None, ctx: Context) -> i
     return version
 
 
-def _profile(profile: SamplingProfile | None) -> Profile | None:
-    return None if profile is None else Profile(profile.temperature, profile.top_p, profile.top_k)
-
-
 def _actor(plan: Plan, name: str, build: Any, threads: ActorThreads) -> Remote:
     log_file = plan.run_dir / "logs" / f"{name}.log"
     try:
-        return RayRemote(
-            name, build, env=threads.env, log_file=log_file, num_gpus=0.5 if plan.device == "cuda" else 0
-        )
+        return RayRemote(name, build, env=threads.env, log_file=log_file, num_gpus=0.5 if plan.device == "cuda" else 0)
     except ValueError as error:
         raise InfraError(f"could not place the {name} actor: {error}") from error

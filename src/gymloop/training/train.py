@@ -1,12 +1,13 @@
 """One training run from its first process to its summary; it owns everything it uses and gives it back in reverse.
 
-    train() ── start_run: the startup graph ──> Run ── loop.train ──> teardown ──> summary
+train() ── start_run: the startup graph ──> Run ── loop.train ──> teardown ──> summary
 """
 
 from __future__ import annotations
 
 import asyncio
 from contextlib import ExitStack
+from functools import partial
 
 import yaml
 
@@ -40,8 +41,9 @@ async def train(plan: Plan, *, resume: bool = False, sequential: bool = False) -
     """
     stop = StopSignal()
     task = asyncio.current_task()
-    if task is not None:
-        stop.install(task)
+    if task is None:
+        raise RuntimeError("train runs as a task of an event loop")
+    stop.install(task)
     with Progress() as progress, ExitStack() as files:
         store = CheckpointStore(
             plan.run_dir / "checkpoints",
@@ -58,7 +60,17 @@ async def train(plan: Plan, *, resume: bool = False, sequential: bool = False) -
         sinks = open_files(plan, checkpoint, files)
         try:
             started, run = await first_failure(
-                start_run(plan, checkpoint, store, sinks, progress, stop, sequential=sequential), stop.watch()
+                start_run(
+                    plan,
+                    checkpoint,
+                    store,
+                    sinks,
+                    progress,
+                    stop,
+                    sequential=sequential,
+                    on_ray=partial(stop.install, task),
+                ),
+                stop.watch(),
             )
         except Stopped as stopped:
             progress.say("stopped while starting; nothing was trained")
