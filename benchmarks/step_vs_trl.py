@@ -3,15 +3,16 @@
     python benchmarks/step_vs_trl.py --trl-python TRL_VENV/bin/python                # both comparisons, 3 timed steps
     python benchmarks/step_vs_trl.py --trl-python TRL_VENV/bin/python --curve        # 10 steps, reward curves
 
-TRL lives in a virtual environment of its own (``pip install torch trl==1.16.0``). Each side runs in a fresh process with
-the same number of threads, one after the other. The first step of each is not timed. Both sample at temperature 1 from
-the same 8 prompts, 8 completions of at most 32 tokens each; what was sampled differs, so tokens are printed beside times.
+TRL lives in a virtual environment of its own (``pip install torch trl==1.16.0``). Each side runs in a fresh process
+with the same number of threads, one after the other. The first step of each is not timed. Both sample at temperature 1
+from the same 8 prompts, 8 completions of at most 32 tokens each; what was sampled differs, so tokens are printed beside
+times.
 
 ``generate`` is everything from prompts to sampled tokens. ``train`` is everything else of a step: logprobs, loss,
 backward, optimizer, and in gymloop handing the new weights to the engine.
 
-Comparisons: ``float32`` on both sides; ``best``, gymloop at its default precision against the fastest of TRL in float32,
-under bfloat16 autocast and with bfloat16 weights.
+Comparisons: ``float32`` on both sides; ``best``, gymloop at its default precision against the fastest of TRL in
+float32, under bfloat16 autocast and with bfloat16 weights.
 """
 
 from __future__ import annotations
@@ -29,15 +30,23 @@ from pathlib import Path
 
 GROUPS, GENERATIONS, NEW_TOKENS = 8, 8, 32
 QUESTIONS = (
-    "A shop sells pens at 3 coins each. How many coins do 14 pens cost? Give the number.",
-    "Count from 1 to 20, and write the numbers in digits, separated by commas.",
-    "A train leaves at 9:15 and arrives at 11:40. How many minutes does the journey take?",
-    "List the first eight square numbers, starting from 1. Write only the numbers, one after the other.",
-    "There are 24 hours in a day and 60 minutes in an hour. How many minutes are there in one day? Show the product.",
-    "Tom has 45 marbles, gives 17 to Ann and then finds 8 more on his way home. How many marbles does he have now?",
-    "Write the year in which the first man walked on the moon, and the year in which the Second World War ended.",
-    "A rectangle is 12 metres long and 7 metres wide. What are its perimeter and its area? Answer with two numbers, "
-    "first the perimeter in metres, then the area in square metres, and do not explain how you found them.",
+    "A shop sells pens at 3 coins each and notebooks at 7 coins each. How many coins do 14 pens and 5 notebooks cost "
+    "together? Give the number.",
+    "Count from 1 to 20, and write the numbers in digits, separated by commas, without any other word before or after.",
+    "A train leaves at 9:15 and arrives at 11:40. It stops twice on its way, for 5 minutes each time. How many minutes "
+    "does the journey take, and for how many of them does the train move?",
+    "List the first eight square numbers, starting from 1. Write only the numbers, one after the other, with a comma "
+    "between them, and then write the sum of all eight.",
+    "There are 24 hours in a day and 60 minutes in an hour, and there are 7 days in a week. How many minutes are there "
+    "in one day, and how many in one week? Show both products and their results, and write every number in digits.",
+    "Tom has 45 marbles, gives 17 to Ann and then finds 8 more on his way home. Ann had 12 marbles before, and loses 3 "
+    "of them in the grass. How many marbles does Tom have now, how many does Ann have, and how many do they have "
+    "together?",
+    "Write the year in which the first man walked on the moon, the year in which the Second World War ended, and the "
+    "year in which the Berlin Wall fell. Then write how many years lie between the first and the last of them.",
+    "A rectangle is 12 metres long and 7 metres wide, and a square has sides of 9 metres. What are the perimeter and "
+    "the area of each? Answer with four numbers, first the perimeter of the rectangle in metres, then its area in "
+    "square metres, then the same for the square, and do not explain how you found them.",
 )
 
 
@@ -309,8 +318,8 @@ def main() -> int:
     ]
     lengths = [len(tokenizer(text)["input_ids"]) for text in prompts]
     print(
-        f"{options.groups} prompts of {min(lengths)} to {max(lengths)} tokens, {options.generations} completions of at most "
-        f"{options.new_tokens}; {options.threads} threads; load average {os.getloadavg()[0]:.1f}\n",
+        f"{options.groups} prompts of {min(lengths)} to {max(lengths)} tokens, {options.generations} completions of at "
+        f"most {options.new_tokens}; {options.threads} threads; load average {os.getloadavg()[0]:.1f}\n",
         flush=True,
     )
     task = {

@@ -1,4 +1,4 @@
-"""Fixtures that every test may use: the toy model folders, built once a session."""
+"""What every test may use: the toy model folders, built once a session."""
 
 from __future__ import annotations
 
@@ -7,6 +7,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
+
+# How long an example takes depends on who else uses the machine; hypothesis here searches for wrong results.
+settings.register_profile("gymloop", deadline=None)
+settings.load_profile("gymloop")
 
 # Tests are imported by path (importmode=importlib); this makes ``import toys`` work in all of them.
 sys.path.insert(0, str(Path(__file__).parent))

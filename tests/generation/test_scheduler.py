@@ -29,7 +29,7 @@ def table_of(rows: int) -> tuple[RowTable[str], Contents]:
 
 def compute(table: RowTable[str], contents: Contents, budget: int = 1000) -> tuple[int, list[Work]]:
     """Run a planned step: what is computed appears in the contents, and must follow valid contents."""
-    n, work = table.plan(budget)
+    n, work = table.plan(budget, budget)
     for piece in [*(Work(row, int(table.computed[row]), 1) for row in range(n)), *work]:
         span = slice(piece.start, piece.start + piece.count)
         assert contents.held[piece.row, : piece.start].tolist() == table.tokens[piece.row, : piece.start].tolist()
@@ -84,6 +84,12 @@ def test_prefill_is_bounded_and_oldest_first_while_decoding_goes_on() -> None:
     assert compute(table, contents, budget=60) == (1, [Work(1, 60, 40), Work(2, 0, 20)])
 
 
+def test_prefill_is_larger_while_nobody_decodes() -> None:
+    table, _ = table_of(2)
+    table.admit(PROMPT, "a")
+    assert table.plan(10, 70) == (0, [Work(0, 0, 70)])
+
+
 def test_a_row_that_leaves_is_filled_by_the_last_active_row_with_its_contents() -> None:
     table, contents = table_of(3)
     for index, name in enumerate("abc"):
@@ -106,7 +112,7 @@ def test_decoding_rows_come_first_when_a_later_row_is_ready_sooner() -> None:
     table.append([0, 1], ids(1, 2))
     table.admit(PROMPT[::-1].copy(), "late")
     table.computed[0] -= 5
-    n, work = table.plan(3)
+    n, work = table.plan(3, 100)
     assert n == 1
     assert table.requests == ["short", "long", "late"]
     assert work == [Work(1, 95, 3)]

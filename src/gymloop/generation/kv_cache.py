@@ -42,16 +42,26 @@ class PackedStep:
     Attributes:
         decode_positions: int64 [n], position of the single token of rows ``0..n-1``.
         chunks: the longer pieces, in packed order, after the ``n`` single tokens.
-        slots: int64 [tokens], ``row * capacity + position`` of every token.
+        rows: int64 [tokens], row of every token; ``positions`` likewise.
         longest: cache length that the decode rows need, the current token included; 0 without decode rows.
     """
 
     decode_positions: torch.Tensor
     chunks: Sequence[Chunk]
-    slots: torch.Tensor
+    rows: torch.Tensor
+    positions: torch.Tensor
     longest: int
     dtype: torch.dtype
     _masks: dict[tuple[int | None, Chunk | None], torch.Tensor | None] = field(default_factory=dict)
+    _slots: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
+
+    def head_slots(self, kv_heads: int, capacity: int) -> torch.Tensor:
+        """Where the tokens lie in a buffer seen as [rows * kv_heads * capacity, dim]: int64 [kv_heads * tokens]."""
+        key = (kv_heads, capacity)
+        if key not in self._slots:
+            heads = torch.arange(kv_heads, device=self.rows.device)[:, None]
+            self._slots[key] = (((self.rows * kv_heads + heads) * capacity) + self.positions).flatten()
+        return self._slots[key]
 
     def decode_mask(self, window: int | None) -> torch.Tensor | None:
         """Additive mask [n, 1, 1, longest] of the decode rows; None where every row sees everything."""
@@ -66,7 +76,7 @@ class PackedStep:
         """Additive mask [count, start + count] of a chunk."""
         key = (window, chunk)
         if key not in self._masks:
-            kv = torch.arange(chunk.start + chunk.count, device=self.slots.device)
+            kv = torch.arange(chunk.start + chunk.count, device=self.rows.device)
             own = kv[chunk.start :, None]
             self._masks[key] = self._additive(_visible(own, kv, window))
         return self._masks[key]
@@ -78,7 +88,7 @@ class PackedStep:
 
 
 class DenseCache(Cache):
-    """Keys and values of all layers: per layer one buffer [rows, capacity, kv_heads, head_dim] each.
+    """Keys and values of all layers: per layer one buffer [rows, kv_heads, capacity, head_dim] each.
 
     Capacity is the same for all rows and grows by doubling up to ``max_len``; layers are allocated when first written.
     Positions beyond a row's tokens are read under a mask, and a masked NaN is still a NaN: every position is finite
@@ -106,7 +116,7 @@ class DenseCache(Cache):
         for layer, (keys, values) in self._buffers.items():
             grown = (self._empty(keys), self._empty(values))
             for new, old in zip(grown, (keys, values), strict=True):
-                new[:used_rows, :used].copy_(old[:used_rows, :used])
+                new[:used_rows, :, :used].copy_(old[:used_rows, :, :used])
             self._buffers[layer] = grown
 
     def clean(self, row: int) -> None:
@@ -129,36 +139,38 @@ class DenseCache(Cache):
         buffers = self._buffers.get(layer_idx)
         if buffers is None:
             buffers = self._buffers[layer_idx] = (self._allocate(key_states), self._allocate(value_states))
+        kv_heads, tokens = key_states.shape[1:3]
+        slots = self.step.head_slots(kv_heads, self.capacity)
         for buffer, states in zip(buffers, (key_states, value_states), strict=True):
-            flat = buffer.view(self.rows * self.capacity, -1)
-            flat.index_copy_(0, self.step.slots, states[0].transpose(0, 1).reshape(states.shape[2], -1))
+            flat = buffer.view(self.rows * kv_heads * self.capacity, -1)
+            flat.index_copy_(0, slots, states[0].reshape(kv_heads * tokens, -1))
         return buffers
 
     def copy_prefix(self, source: int, target: int, length: int) -> None:
         """Give row ``target`` the first ``length`` positions of row ``source``."""
         for buffers in self._buffers.values():
             for buffer in buffers:
-                buffer[target, :length].copy_(buffer[source, :length])
+                buffer[target, :, :length].copy_(buffer[source, :, :length])
 
     def swap(self, a: int, b: int, length_a: int, length_b: int) -> None:
         """Exchange two rows of which ``length_a`` and ``length_b`` positions are in use."""
         for buffers in self._buffers.values():
             for buffer in buffers:
                 if length_a == 0:
-                    buffer[a, :length_b].copy_(buffer[b, :length_b])
+                    buffer[a, :, :length_b].copy_(buffer[b, :, :length_b])
                 elif length_b == 0:
-                    buffer[b, :length_a].copy_(buffer[a, :length_a])
+                    buffer[b, :, :length_a].copy_(buffer[a, :, :length_a])
                 else:
-                    kept = buffer[a, :length_a].clone()
-                    buffer[a, :length_b].copy_(buffer[b, :length_b])
-                    buffer[b, :length_a].copy_(kept)
+                    kept = buffer[a, :, :length_a].clone()
+                    buffer[a, :, :length_b].copy_(buffer[b, :, :length_b])
+                    buffer[b, :, :length_a].copy_(kept)
 
     def _allocate(self, states: torch.Tensor) -> torch.Tensor:
-        shape = (self.rows, self.capacity, states.shape[1], states.shape[3])
+        shape = (self.rows, states.shape[1], self.capacity, states.shape[3])
         return torch.zeros(shape, dtype=states.dtype, device=states.device)
 
     def _empty(self, old: torch.Tensor) -> torch.Tensor:
-        return torch.zeros((self.rows, self.capacity, *old.shape[2:]), dtype=old.dtype, device=old.device)
+        return torch.zeros((self.rows, old.shape[1], self.capacity, old.shape[3]), dtype=old.dtype, device=old.device)
 
 
 def _visible(own: torch.Tensor, kv: torch.Tensor, window: int | None) -> torch.Tensor:
@@ -185,7 +197,7 @@ def dense_attention(
     Args:
         module: the attention layer.
         query: [1, heads, tokens, dim].
-        key: buffer [rows, capacity, kv_heads, dim]; ``value`` likewise, its dim may differ.
+        key: buffer [rows, kv_heads, capacity, dim]; ``value`` likewise, its dim may differ.
         attention_mask: None; the packed step decides visibility.
         scaling: factor on the scores, None is ``dim ** -0.5``.
         sliding_window: positions a token sees, its own included.
@@ -205,19 +217,19 @@ def dense_attention(
         raise ConfigError(f"{type(module).__name__} cannot run on the torch engine: {reason}")
 
     heads, tokens, dim = query.shape[1:]
-    kv_heads = key.shape[2]
+    kv_heads = key.shape[1]
     group = heads // kv_heads
     by_token = query[0].transpose(0, 1)
     output = query.new_empty((tokens, heads, value.shape[3]))
 
     n = packed_step.decode_positions.shape[0]
     if n:
-        attended = F.scaled_dot_product_attention(
+        attended = _attend(
             by_token[:n].reshape(n, kv_heads, group, dim),
-            key[:n, : packed_step.longest].transpose(1, 2),
-            value[:n, : packed_step.longest].transpose(1, 2),
-            attn_mask=packed_step.decode_mask(sliding_window),
-            scale=scaling,
+            key[:n, :, : packed_step.longest],
+            value[:n, :, : packed_step.longest],
+            packed_step.decode_mask(sliding_window),
+            scaling,
         )
         output[:n] = attended.reshape(n, heads, -1)
     for chunk in packed_step.chunks:
@@ -226,8 +238,8 @@ def dense_attention(
         whole = chunk.start == 0 and (sliding_window is None or sliding_window >= end)
         attended = F.scaled_dot_product_attention(
             query[0, :, piece].reshape(kv_heads, group, chunk.count, dim),
-            _per_query_head(key[chunk.row, :end], group),
-            _per_query_head(value[chunk.row, :end], group),
+            key[chunk.row, :, None, :end].expand(-1, group, -1, -1),
+            value[chunk.row, :, None, :end].expand(-1, group, -1, -1),
             attn_mask=None if whole else packed_step.chunk_mask(chunk, sliding_window),
             is_causal=whole,
             scale=scaling,
@@ -236,9 +248,24 @@ def dense_attention(
     return output[None], None
 
 
-def _per_query_head(states: torch.Tensor, group: int) -> torch.Tensor:
-    """View [length, kv_heads, dim] as [kv_heads, group, length, dim] without copying."""
-    return states.transpose(0, 1)[:, None].expand(-1, group, -1, -1)
+def _attend(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, scaling: float | None
+) -> torch.Tensor:
+    """Attention of few queries [n, kv_heads, group, dim] over [n, kv_heads, length, dim] views.
+
+    In float32 on a CPU two batched products took 14 to 24 % less time than the fused kernel (64 rows, 100 to 512
+    positions, one thread), whose blocks are made for many queries; elsewhere the fused kernel is used.
+    """
+    if query.device.type != "cpu" or query.dtype != torch.float32:
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling)
+    n, kv_heads, group, dim = query.shape
+    # Row and head strides of the views fold into one, so none of these flattenings copies keys or values.
+    scores = torch.bmm(query.reshape(n * kv_heads, group, dim), key.flatten(0, 1).transpose(1, 2))
+    scores = scores.view(n, kv_heads, group, -1).mul_(dim**-0.5 if scaling is None else scaling)
+    if mask is not None:
+        scores.add_(mask)
+    weights = torch.softmax(scores, dim=-1)
+    return torch.bmm(weights.flatten(0, 1), value.flatten(0, 1)).view(n, kv_heads, group, -1)
 
 
 compat.register_attention(ATTENTION, dense_attention)

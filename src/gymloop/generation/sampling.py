@@ -41,15 +41,19 @@ def draw(logits: torch.Tensor, filters: Filters, uniform: torch.Tensor) -> tuple
         Token ids int64 [n] and their natural logprobs float32 [n]. A row whose logits are not finite gets a logprob
         that is not finite; the caller must look.
     """
+    # Every pass over [n, vocab] shows in the time of a step, so each is made only when some row needs it.
     greedy = filters.temperature == 0
-    likeliest = logits.argmax(dim=-1)
-    if bool(greedy.all()):
-        probabilities = torch.softmax(logits, dim=-1)
+    likeliest = logits.argmax(dim=-1) if bool(greedy.any()) else None
+    divisor = torch.where(greedy, 1.0, filters.temperature)
+    if bool((divisor != 1).any()):
+        logits.div_(divisor[:, None])
+    _filter(logits, filters, ~greedy)
+    probabilities = torch.softmax(logits, dim=-1)
+    if likeliest is None:
+        tokens = invert_cdf(probabilities, uniform)
+    elif bool(greedy.all()):
         tokens = likeliest
     else:
-        logits.div_(torch.where(greedy, 1.0, filters.temperature)[:, None])
-        _filter(logits, filters, ~greedy)
-        probabilities = torch.softmax(logits, dim=-1)
         tokens = torch.where(greedy, likeliest, invert_cdf(probabilities, uniform))
     logprobs = probabilities.gather(1, tokens[:, None])[:, 0].log()
     # A softmax may round to one ulp above 1; anything more is not rounding and stays visible to the caller.

@@ -89,7 +89,10 @@ class RowTable(Generic[R]):
         if best >= self.active and 2 * reuse >= int(self.computed[best]):
             self._swap(target, best)
         else:
-            self._swap(target, self.active + int(self._order[self.active :].argmin()))
+            oldest = self.active + int(self._order[self.active :].argmin())
+            if oldest != best:
+                self._clear(oldest)
+            self._swap(target, oldest)
             # The swap may have moved the source itself.
             offered[:] = np.minimum(np.minimum(self._shared(prompt), len(prompt) - 1), self.computed)
             best = int(offered.argmax())
@@ -105,10 +108,14 @@ class RowTable(Generic[R]):
         self.reused += reuse
         return True
 
-    def plan(self, budget: int) -> tuple[int, list[Work]]:
-        """Choose the next step: every decoding row, and prefill of at most ``budget`` tokens, oldest request first.
+    def plan(self, budget: int, idle_budget: int) -> tuple[int, list[Work]]:
+        """Choose the next step: every decoding row, and a bounded prefill, oldest request first.
 
         Moves decoding rows to the front.
+
+        Args:
+            budget: prefill tokens at most, while rows are decoding and would be kept waiting.
+            idle_budget: likewise, while no row is.
 
         Returns:
             The number of decoding rows, which are then rows ``0..n-1``, and the prefill work.
@@ -120,13 +127,14 @@ class RowTable(Generic[R]):
         for a, b in zip(early, late, strict=True):
             self._swap(a, b)
         work: list[Work] = []
+        left = budget if n else idle_budget
         for row in sorted(range(n, self.active), key=self._order.__getitem__):
-            if budget <= 0:
+            if left <= 0:
                 break
             start = int(self.computed[row])
-            count = min(budget, int(self.known[row]) - start)
+            count = min(left, int(self.known[row]) - start)
             work.append(Work(row, start, count))
-            budget -= count
+            left -= count
         return n, work
 
     def append(self, rows: Sequence[int], tokens: np.ndarray) -> None:
@@ -147,6 +155,10 @@ class RowTable(Generic[R]):
         self.computed[:] = 0
         self.known[self.active :] = 0
         self.tokens[self.active :] = -1
+
+    def _clear(self, row: int) -> None:
+        self.computed[row] = self.known[row] = 0
+        self.tokens[row] = -1
 
     def _shared(self, prompt: np.ndarray) -> np.ndarray:
         """Length of the common prefix of the prompt with every row, int64 [rows]."""

@@ -38,6 +38,8 @@ log = logging.getLogger(__name__)
 
 PREFILL_TOKENS = {"cpu": 512, "cuda": 4096}
 """Prefill per step: what decoding rows may be kept waiting for."""
+IDLE_PREFILL_FACTOR = 4
+"""So much more while no row is decoding: many rows then start together and stay one batch."""
 IDLE_WAIT_S = 1.0
 STEP_LIMIT_S = 600.0
 """How long new weights and ``close`` wait for a running step."""
@@ -405,7 +407,9 @@ class TorchEngine:
     def _step(self) -> None:
         """Admit, compute, draw, deliver."""
         self._admit()
-        n, work = self._table.plan(self._budget)
+        if not self._table.active:
+            return  # every request was aborted
+        n, work = self._table.plan(self._budget, IDLE_PREFILL_FACTOR * self._budget)
         logits, rows = self._forward(n, work)
         if rows:
             self._draw(logits, rows)
@@ -456,29 +460,27 @@ class TorchEngine:
             filled = table.computed.nonzero()[0]
             self._cache.reserve(needed, int(table.computed.max()), int(filled.max(initial=-1)) + 1)
         position = np.concatenate(positions)
-        slots = np.concatenate(owners) * self._cache.capacity + position
         step = PackedStep(
             decode_positions=self._tensor(starts),
             chunks=chunks,
-            slots=self._tensor(slots),
+            rows=self._tensor(np.concatenate(owners)),
+            positions=self._tensor(position),
             longest=longest,
             dtype=self._model.dtype,
         )
-        logits = self._compute(self._cache, step, np.concatenate(ids), position, drawn_at)
+        logits = self._compute(self._cache, step, np.concatenate(ids), drawn_at)
         table.computed[:n] += 1
         for piece in work:
             table.computed[piece.row] += piece.count
         return logits, drawn
 
-    def _compute(
-        self, cache: DenseCache, step: PackedStep, ids: np.ndarray, positions: np.ndarray, drawn_at: Sequence[int]
-    ) -> torch.Tensor:
+    def _compute(self, cache: DenseCache, step: PackedStep, ids: np.ndarray, drawn_at: Sequence[int]) -> torch.Tensor:
         """One pass of the model over a packed step; float32 logits [len(drawn_at), vocab]."""
         cache.step = step
         try:
             output = self._model(
                 input_ids=self._tensor(ids)[None],
-                position_ids=self._tensor(positions)[None],
+                position_ids=step.positions[None],
                 use_cache=True,
                 # An empty index is legal for every head; rows still in prefill need no logits.
                 logits_to_keep=torch.tensor(drawn_at, dtype=torch.int64, device=self._device),
@@ -596,11 +598,12 @@ class TorchEngine:
             step = PackedStep(
                 decode_positions=self._tensor(positions if decode else positions[:0]),
                 chunks=() if decode else (Chunk(row, start, count, 0),),
-                slots=self._tensor(row * cache.capacity + positions),
+                rows=self._tensor(np.full(count, row)),
+                positions=self._tensor(positions),
                 longest=start + 1 if decode else 0,
                 dtype=model.dtype,
             )
-            found = self._compute(cache, step, ids[start : start + count].numpy(), positions, [count - 1])[0]
+            found = self._compute(cache, step, ids[start : start + count].numpy(), [count - 1])[0]
         error = float((found - expected).norm() / (expected - expected.mean()).norm().clamp(min=1e-12))
         limit = 1e-3 if model.dtype == torch.float32 else 0.1
         if not error <= limit:

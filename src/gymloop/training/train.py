@@ -19,7 +19,7 @@ from gymloop.observe.progress import Progress
 from gymloop.observe.sinks import JsonlSink, Sink, TensorBoardSink
 from gymloop.training import loop
 from gymloop.training.checkpoint import Checkpoint, CheckpointStore
-from gymloop.training.run import Stopped, StopSignal
+from gymloop.training.run import Run, Stopped, StopSignal
 from gymloop.training.start import start_run
 
 TEARDOWN_S = 15.0
@@ -75,18 +75,28 @@ async def train(plan: Plan, *, resume: bool = False, sequential: bool = False) -
         except Stopped as stopped:
             progress.say("stopped while starting; nothing was trained")
             return stopped.exit_code
-        exit_code = 0
         try:
-            await loop.train(run)
-        except Stopped as stopped:
-            exit_code = stopped.exit_code
-            progress.say(f"stopping: saving step {run.step}")
-            if plan.recipe.checkpointing.enabled and run.step:
-                await run.save()
+            exit_code = await until_stopped(run)
         finally:
             await started.close(TEARDOWN_S)
         summarise(plan, progress)
         return exit_code
+
+
+async def until_stopped(run: Run) -> int:
+    """Train; a stop request saves the last finished step, a second one ends without. Returns the exit code."""
+    try:
+        try:
+            await loop.train(run)
+        except Stopped:
+            if run.plan.recipe.checkpointing.enabled and run.step:
+                run.progress.say(f"stopping: saving step {run.step}")
+                await run.save()
+    except asyncio.CancelledError:
+        if not run.stop.requested:
+            raise
+        run.progress.say("asked to stop a second time: ending without saving")
+    return run.stop.exit_code
 
 
 def open_files(plan: Plan, checkpoint: Checkpoint | None, files: ExitStack) -> list[Sink]:
