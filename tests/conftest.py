@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -13,10 +14,13 @@ from hypothesis import settings
 settings.register_profile("gymloop", deadline=None)
 settings.load_profile("gymloop")
 
+# As in the actors of a run: threads that spin while they wait would starve the processes that some tests start.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
 # Tests are imported by path (importmode=importlib); this makes ``import toys`` work in all of them.
 sys.path.insert(0, str(Path(__file__).parent))
 
-import toys
+import toys  # noqa: E402
 
 
 @pytest.fixture(scope="session")

@@ -100,6 +100,14 @@ async def test_killing_ends_died_with_the_name(remote):
         await asyncio.wait_for(watch, 10)
 
 
+async def test_watching_a_worker_many_times_leaves_it_free_to_work(remote):
+    async def work() -> int:
+        return await remote.call("add", 1, timeout=60)
+
+    for count in range(20):
+        assert await first_failure(work(), remote.died()) == 6 + count
+
+
 async def test_ray_gives_the_actor_its_own_thread_count(ray_cluster, tmp_path):
     remote = RayRemote("adder", partial(Worker, 5), env={"OMP_NUM_THREADS": "3"}, log_file=tmp_path / "adder.log")
     assert await remote.call("threads", timeout=60) == "3"

@@ -109,7 +109,7 @@ class Home:
         return {name: tensor for file in files for name, tensor in load_file(file).items()}
 
 
-@pytest.fixture()
+@pytest.fixture
 def home(tmp_path, toy):
     made = Home(tmp_path, toy("q"))
     yield made

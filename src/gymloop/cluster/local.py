@@ -59,8 +59,11 @@ class RayCluster:
             raise InfraError(f"Ray did not end within {DISCONNECT_LIMIT_S:.0f} s")
 
     def _hold(self) -> None:
-        # Ray would hide the GPUs from an actor that holds none, and report usage over the network.
+        # Ray would hide the GPUs from an actor that holds none, run workers at niceness 15, where any other process
+        # starves them, start idle workers whose environment no actor of ours has, and report usage over the network.
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+        os.environ.setdefault("RAY_worker_niceness", "0")
+        os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         import ray
 

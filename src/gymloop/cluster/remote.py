@@ -118,6 +118,7 @@ class RayRemote:
         self._name = name
         self._log_file = log_file
         self._killed = False
+        self._hold: Any = None
         options = {
             "num_cpus": num_cpus,
             "num_gpus": num_gpus,
@@ -148,10 +149,11 @@ class RayRemote:
 
     async def died(self) -> None:
         """Raises InfraError as soon as Ray sees the actor's process end."""
-        hold = self._actor.hold.remote()
+        if self._hold is None:
+            self._hold = self._actor.hold.remote()  # once: each call in flight takes one of the actor's threads
         try:
             # The actor's death ends this wait: Ray fails every call of a dead actor.
-            await asyncio.wrap_future(hold.future())
+            await asyncio.wrap_future(self._hold.future())
         except Exception as error:
             raise self._translated(error, "its work") from error
         raise InfraError(f"{self.name} was ended")

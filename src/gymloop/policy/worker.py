@@ -22,7 +22,7 @@ from torch import Tensor
 from gymloop.algorithms.batch import TrainBatch, TrainSequence
 from gymloop.algorithms.losses import nll_loss, policy_loss
 from gymloop.algorithms.step import split
-from gymloop.compat import has_native_bfloat16
+from gymloop.compat import settle_precision
 from gymloop.errors import DataError
 from gymloop.models.load import load_causal_lm
 from gymloop.policy import state
@@ -65,9 +65,7 @@ class PolicyWorker:
         """
         begin = time.monotonic()
         torch.manual_seed(self.spec.seed)
-        precision = self.spec.precision
-        if precision == "auto":
-            precision = "bfloat16" if has_native_bfloat16(self.spec.device) else "float32"
+        precision = settle_precision(self.spec.precision, self.spec.device)
         model = load_causal_lm(self.spec.model_folder, "float32", self.spec.device)
         reason: str | None = "policy.sequence_packing.enabled is false"
         if self.spec.packing:

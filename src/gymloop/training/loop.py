@@ -16,6 +16,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Mapping, Sequence
 
 from gymloop.algorithms.step import prepare_batch, rollout_metrics
@@ -97,8 +98,11 @@ async def _rollouts(run: Run, metrics: StepMetrics) -> list[Group]:
     def show(_: Rollout, finished: int) -> None:
         run.progress.phase(f"step {run.step + 1}: rollouts {finished}/{len(tasks)}")
 
+    began = time.perf_counter()
     with metrics.timed("rollouts"):
         groups = await run.interruptible(run.collector.gather(tasks, show))
+    sampled = sum(len(turn.sampled_ids) for group in groups for one in group.trajectories for turn in one.turns)
+    metrics.add("perf/tokens_per_s", sampled / (time.perf_counter() - began))
     _keep(run, f"step_{run.step + 1:05d}.jsonl", groups)
     return groups
 
