@@ -9,11 +9,11 @@ from gymloop.config.load import load_recipe
 from gymloop.config.plan import SamplingProfile, compile_plan
 from gymloop.errors import ConfigError
 
-QUICKSTART = Path(__file__).parents[2] / "recipes" / "quickstart.yaml"
+RECIPE = Path(__file__).parent / "data" / "complete.yaml"
 
 
 def plan(*overrides: str, run: str | None = "r"):
-    return compile_plan(load_recipe(QUICKSTART, overrides), QUICKSTART, run)
+    return compile_plan(load_recipe(RECIPE, overrides), RECIPE, run)
 
 
 def test_sizes_are_derived_once():
@@ -25,8 +25,8 @@ def test_sizes_are_derived_once():
 
 def test_the_step_bound_is_the_smaller_of_steps_and_epochs():
     assert plan().steps_bound == 10
-    # 10 tasks in steps of 4 prompts are at most 3 steps an epoch.
-    assert plan("grpo.max_num_epochs=2", "data.train.num_tasks=10").steps_bound == 6
+    # 10 tasks are two whole steps of 4 prompts an epoch.
+    assert plan("grpo.max_num_epochs=2", "data.train.num_tasks=10").steps_bound == 4
 
 
 def test_the_validation_profile_falls_back_field_by_field():
@@ -44,7 +44,7 @@ def test_engine_and_policy_each_get_all_cores_that_the_process_may_use():
 
 
 def test_the_run_folder_is_log_dir_recipe_run(tmp_path):
-    assert plan(f"logger.log_dir={tmp_path}", run="lr-1e-5").run_dir == tmp_path / "quickstart" / "lr-1e-5"
+    assert plan(f"logger.log_dir={tmp_path}", run="lr-1e-5").run_dir == tmp_path / "complete" / "lr-1e-5"
     assert plan(run=None).run_name
 
 
@@ -56,15 +56,15 @@ def test_a_run_name_is_one_plain_path_component(name):
 
 def test_the_chat_template_is_read_from_beside_the_recipe():
     made = plan()
-    assert made.chat_template == (QUICKSTART.parent / "smollm2_tools.jinja").read_text(encoding="utf-8")
+    assert made.chat_template == (RECIPE.parent / "template.jinja").read_text(encoding="utf-8")
     inline = "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}"
-    given = compile_plan(load_recipe(QUICKSTART, [f"policy.tokenizer.chat_template='{inline}'"]), QUICKSTART)
+    given = compile_plan(load_recipe(RECIPE, [f"policy.tokenizer.chat_template='{inline}'"]), RECIPE)
     assert given.chat_template == inline
 
 
 def test_a_broken_template_is_found_with_its_line(tmp_path):
     path = tmp_path / "r.yaml"
-    path.write_text(QUICKSTART.read_text().replace("smollm2_tools.jinja", "broken.jinja"))
+    path.write_text(RECIPE.read_text().replace("template.jinja", "broken.jinja"))
     (tmp_path / "broken.jinja").write_text("{% for m in messages %}\n{{ m.content }}\n{% endfro %}\n")
     with pytest.raises(ConfigError, match=r"broken\.jinja line 3"):
         compile_plan(load_recipe(path), path)
@@ -72,15 +72,15 @@ def test_a_broken_template_is_found_with_its_line(tmp_path):
 
 def test_a_missing_template_is_a_problem_of_the_recipe(tmp_path):
     path = tmp_path / "r.yaml"
-    path.write_text(QUICKSTART.read_text())
-    (tmp_path / "smollm2_tool.jinja").write_text("{{ messages }}")
-    with pytest.raises(ConfigError, match=r"policy\.tokenizer\.chat_template: .*did you mean 'smollm2_tool\.jinja'"):
+    path.write_text(RECIPE.read_text())
+    (tmp_path / "templates.jinja").write_text("{{ messages }}")
+    with pytest.raises(ConfigError, match=r"policy\.tokenizer\.chat_template: .*did you mean 'templates\.jinja'"):
         load_recipe(path)
 
 
 def test_data_paths_are_relative_to_the_recipe(tmp_path):
     path = tmp_path / "r.yaml"
-    path.write_text(QUICKSTART.read_text().replace("smollm2_tools.jinja", "'{{ messages }}'"))
+    path.write_text(RECIPE.read_text().replace("template.jinja", "'{{ messages }}'"))
     (tmp_path / "rows.jsonl").write_text("{}\n")
     recipe = load_recipe(path, ["~data.train", "+data.train={data_path: rows.jsonl}"])
     made = compile_plan(recipe, path)

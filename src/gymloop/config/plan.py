@@ -181,11 +181,11 @@ def _validation_profile(generation: Generation) -> SamplingProfile:
 
 
 def _steps_bound(recipe: Recipe) -> int:
-    """The smaller of both limits; epochs only where the number of rows is known without reading them."""
+    """The smaller of both limits, an epoch in whole steps; only where the rows can be counted without reading them."""
     grpo, tasks = recipe.grpo, recipe.data.train.num_tasks
     if tasks is None:
         return grpo.max_num_steps
-    return min(grpo.max_num_steps, grpo.max_num_epochs * -(-tasks // grpo.num_prompts_per_step))
+    return min(grpo.max_num_steps, grpo.max_num_epochs * (tasks // grpo.num_prompts_per_step))
 
 
 def _row_source(source: DataSource, folder: Path) -> RowSource:
