@@ -66,10 +66,10 @@ def gymloop_side(task: dict) -> dict:
     from gymloop.config.schema import Grpo, Loss, OptimizerKwargs, Rollouts
     from gymloop.generation.engine import Sample, Sampling
     from gymloop.generation.torch_engine import TorchEngine
-    from gymloop.models.load import end_token_ids
     from gymloop.policy.spec import PolicySpec
     from gymloop.policy.worker import PolicyWorker
     from gymloop.rollouts.trajectory import Group, Trajectory, Turn
+    from gymloop.tokens.renderer import generation_end_ids
 
     torch.set_num_threads(task["threads"])
     folder = task["model"]
@@ -100,7 +100,7 @@ def gymloop_side(task: dict) -> dict:
         max_model_len=max(map(len, prompts)) + task["new_tokens"],
         seed=task["seed"],
     )
-    sampling = Sampling(max_new_tokens=task["new_tokens"], stop_token_ids=end_token_ids(folder))
+    sampling = Sampling(max_new_tokens=task["new_tokens"], stop_token_ids=generation_end_ids(folder))
 
     async def sample(step: int) -> list[Sample]:
         calls = [

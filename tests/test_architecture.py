@@ -27,8 +27,8 @@ PEERS = {
     ("policy", "algorithms.batch"),  # what the step function hands over
     ("policy", "algorithms.losses"),
     ("policy", "algorithms.step"),  # how a batch is cut into optimizer steps
-    ("policy", "weights.snapshot"),
-    ("generation", "weights.snapshot"),
+    ("policy", "weights"),
+    ("generation", "weights"),  # an engine checks and takes snapshots
     ("generation", "startup.sockets"),  # the engine's actor holds its own socket
     ("rollouts", "gym"),  # a collector drives agents
     ("rollouts", "generation.engine"),

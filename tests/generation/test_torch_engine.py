@@ -30,7 +30,7 @@ from gymloop.errors import ConfigError, DataError, InfraError
 from gymloop.generation import torch_engine
 from gymloop.generation.engine import Sample, Sampling
 from gymloop.generation.torch_engine import TorchEngine
-from gymloop.models.load import end_token_ids, load_causal_lm
+from gymloop.models.load import load_causal_lm
 from gymloop.weights.snapshot import Entry, WeightSnapshot, take
 
 VOCAB = 97
@@ -565,15 +565,3 @@ async def test_bfloat16_decodes(folder_of: Callable[[str], Path]) -> None:
 def test_a_folder_that_is_no_model_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"no config\.json"):
         load_causal_lm(tmp_path, "float32", "cpu")
-
-
-@pytest.mark.parametrize(("family", "expected"), [("q", (2, 0)), ("l", (1, 4, 5)), ("g", (1, 6)), ("n", (2, 11))])
-def test_end_tokens_are_those_of_the_generation_config_and_the_tokenizer(
-    toy: Callable[[str], Path], family: str, expected: tuple[int, ...]
-) -> None:
-    assert end_token_ids(toy(family)) == expected
-
-
-def test_a_folder_without_end_tokens_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="names no end token"):
-        end_token_ids(tmp_path)

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from gymloop.config.plan import SamplingProfile
 from gymloop.errors import InfraError
 from gymloop.generation.engine import Sample, Sampling
+from gymloop.generation.refusal import ApiError, token_ids
 from gymloop.tokens.conversation import TOKEN_FIELDS
 from gymloop.tokens.tool_calls import ParsedReply, parse
 
@@ -27,23 +28,6 @@ if TYPE_CHECKING:
 PROFILE_HEADER = "x-gymloop-profile"
 UNCHANGED = SamplingProfile(temperature=1.0, top_p=1.0, top_k=None)
 """The model's own distribution."""
-
-
-class ApiError(Exception):
-    """A reply other than 200: ``{"error": {"message", "type", "param", "code"}}``."""
-
-    def __init__(self, status: int, code: str, message: str, param: str | None = None):
-        super().__init__(message)
-        self.status = status
-        self.code = code
-        self.message = message
-        self.param = param
-
-    @property
-    def body(self) -> dict[str, Any]:
-        """The JSON body."""
-        kind = "invalid_request_error" if self.status < 500 else "server_error"
-        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,26 +205,6 @@ def read_request(
         logprobs=_typed(given, "logprobs", bool, False),
         tokens_as_ids=_typed(given, "return_tokens_as_token_ids", bool, False),
     )
-
-
-def token_ids(owner: Mapping[str, Any], name: str, vocab_size: int, where: str = "") -> tuple[int, ...] | None:
-    """Field ``name`` as token ids, or None where it is absent.
-
-    Raises:
-        ApiError: it is not a list of ids of this model.
-    """
-    value = owner.get(name)
-    if value is None:
-        return None
-    param = f"{where}{name}"
-    if not isinstance(value, list) or not all(type(item) is int for item in value):
-        raise ApiError(400, "invalid_type", f"{param} must be a list of token ids", param)
-    wrong = next((item for item in value if not 0 <= item < vocab_size), None)
-    if wrong is not None:
-        raise ApiError(
-            400, "invalid_value", f"{param} has token id {wrong}; this model's are 0..{vocab_size - 1}", param
-        )
-    return tuple(value)
 
 
 def _guard(given: Mapping[str, Any], profile: SamplingProfile | None) -> tuple[float, float, int | None]:

@@ -6,9 +6,12 @@ sample, and every sample names the weight versions that produced it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol
+
+from gymloop.errors import ConfigError
 
 if TYPE_CHECKING:
     from gymloop.weights.snapshot import WeightSnapshot
@@ -33,6 +36,21 @@ class Sampling:
     top_k: int | None = None
     stop_token_ids: tuple[int, ...] = ()
     seed: int | None = None
+
+    def check(self) -> None:
+        """Check every field's range.
+
+        Raises:
+            ConfigError: one is out of range.
+        """
+        for name, good, expected in (
+            ("max_new_tokens", self.max_new_tokens >= 1, "at least 1"),
+            ("temperature", 0 <= self.temperature < math.inf, "a finite number of at least 0"),
+            ("top_p", 0 < self.top_p <= 1, "a number in (0, 1]"),
+            ("top_k", self.top_k is None or self.top_k >= 1, "at least 1 or None"),
+        ):
+            if not good:
+                raise ConfigError(f"sampling has {name} {getattr(self, name)}; expected {expected}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from gymloop.generation.chat import ApiError, token_ids
+from gymloop.generation.refusal import ApiError, token_ids
 from gymloop.tokens.bridge import BridgeError
 from gymloop.tokens.conversation import Message, Tool, last_assistant, normalise
 from gymloop.tokens.tool_calls import parse

@@ -32,9 +32,10 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from gymloop.errors import DataError, GymloopError, InfraError
-from gymloop.generation.chat import PROFILE_HEADER, ApiError, ChatRequest, SamplingProfiles, completion, read_request
+from gymloop.generation.chat import PROFILE_HEADER, ChatRequest, SamplingProfiles, completion, read_request
 from gymloop.generation.engine import Engine, Sample, Sampling
 from gymloop.generation.prompt import build_prompt
+from gymloop.generation.refusal import ApiError
 
 if TYPE_CHECKING:
     from gymloop.tokens.renderer import Renderer

@@ -18,7 +18,6 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -29,9 +28,11 @@ from gymloop import compat
 from gymloop.errors import ConfigError, DataError, GymloopError, InfraError
 from gymloop.generation.engine import Sample, Sampling
 from gymloop.generation.kv_cache import ATTENTION, Chunk, DenseCache, PackedStep
+from gymloop.generation.request import Request, settle
 from gymloop.generation.sampling import Filters, draw
 from gymloop.generation.scheduler import RowTable, Work
 from gymloop.models.load import load_causal_lm
+from gymloop.weights.fit import check_fits
 from gymloop.weights.snapshot import WeightSnapshot
 
 log = logging.getLogger(__name__)
@@ -44,31 +45,6 @@ IDLE_WAIT_S = 1.0
 STEP_LIMIT_S = 600.0
 """How long new weights and ``close`` wait for a running step."""
 LAYER_TYPES = ("full_attention", "sliding_attention")
-
-
-@dataclass(eq=False, slots=True)
-class Request:
-    """One call of ``generate`` while it is in flight."""
-
-    request_id: str
-    prompt: np.ndarray
-    sampling: Sampling
-    limit: int
-    loop: asyncio.AbstractEventLoop
-    future: asyncio.Future[Sample]
-    generator: torch.Generator | None
-    stop: frozenset[int]
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    first_version: int | None = None
-    last_version: int | None = None
-    aborted: bool = False
-
-    def sample(self, finish_reason: Literal["stop", "length", "abort"], version: int) -> Sample:
-        """The result so far; ``version`` stands in where no token was sampled."""
-        first = version if self.first_version is None else self.first_version
-        last = version if self.last_version is None else self.last_version
-        return Sample(tuple(self.token_ids), tuple(self.logprobs), finish_reason, first, last)
 
 
 class TorchEngine:
@@ -168,7 +144,7 @@ class TorchEngine:
             ConfigError: ``sampling`` holds a value out of range.
             InfraError: the engine died or was closed, or the model gave logits that are not finite.
         """
-        _check_sampling(sampling)
+        sampling.check()
         prompt = self._check_prompt(prompt_ids, request_id)
         if len(prompt) >= self._max_model_len:
             return Sample((), (), "length", self._version, self._version)
@@ -242,7 +218,7 @@ class TorchEngine:
         """
         with self._load_lock:
             parameters = dict(self._live_model().named_parameters())
-            _check_snapshot(snapshot, self._live_model(), parameters)
+            check_fits(snapshot, self._live_model())
             with self._held():
                 try:
                     with torch.no_grad():
@@ -348,7 +324,7 @@ class TorchEngine:
         for request in requests:
             failure = InfraError(f"request {request.request_id!r} was lost: the engine {end}")
             failure.__cause__ = error
-            _settle(request, failure)
+            settle(request, failure)
 
     # ---------------------------------------------------------------- the step thread
 
@@ -556,11 +532,11 @@ class TorchEngine:
 
     def _finish(self, request: Request, reason: Literal["stop", "length", "abort"]) -> None:
         self._unregister(request)
-        _settle(request, request.sample(reason, self._version))
+        settle(request, request.sample(reason, self._version))
 
     def _fail(self, request: Request, error: GymloopError) -> None:
         self._unregister(request)
-        _settle(request, error)
+        settle(request, error)
 
     def _unregister(self, request: Request) -> None:
         with self._condition:
@@ -634,74 +610,5 @@ def _check_supported(model: Any, max_model_len: int) -> None:
         )
 
 
-def _check_sampling(sampling: Sampling) -> None:
-    wrong = None
-    if sampling.max_new_tokens < 1:
-        wrong = f"max_new_tokens {sampling.max_new_tokens}, at least 1"
-    elif not 0 <= sampling.temperature < float("inf"):
-        wrong = f"temperature {sampling.temperature}, a finite number of at least 0"
-    elif not 0 < sampling.top_p <= 1:
-        wrong = f"top_p {sampling.top_p}, a number in (0, 1]"
-    elif sampling.top_k is not None and sampling.top_k < 1:
-        wrong = f"top_k {sampling.top_k}, at least 1 or None"
-    if wrong:
-        given, expected = wrong.split(", ", 1)
-        raise ConfigError(f"sampling has {given}; expected {expected}")
-
-
-def _check_snapshot(snapshot: WeightSnapshot, model: Any, parameters: dict[str, torch.nn.Parameter]) -> None:
-    """Raise ConfigError unless the snapshot holds exactly the model's parameters, each once."""
-    seen: set[str] = set()
-    every = dict(model.named_parameters(remove_duplicate=False))
-    for entry in snapshot.manifest:
-        parameter = parameters.get(entry.name)
-        if parameter is None:
-            alias = every.get(entry.name)
-            first = next((name for name, other in parameters.items() if other is alias), None)
-            why = f"it is tied to {first!r} and must not be sent" if first else "the model has no such parameter"
-            raise ConfigError(f"the weight snapshot holds {entry.name!r}, but {why}")
-        if entry.name in seen:
-            raise ConfigError(f"the weight snapshot holds {entry.name!r} twice")
-        seen.add(entry.name)
-        if tuple(entry.shape) != tuple(parameter.shape):
-            raise ConfigError(
-                f"the weight snapshot holds {entry.name!r} with shape {list(entry.shape)}; "
-                f"the model has {list(parameter.shape)}"
-            )
-        dtype = getattr(torch, entry.dtype, None)
-        if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-            raise ConfigError(f"the weight snapshot holds {entry.name!r} as {entry.dtype}; a floating type is needed")
-        if entry.nbytes != parameter.numel() * dtype.itemsize or entry.offset + entry.nbytes > snapshot.buffer.nbytes:
-            raise ConfigError(
-                f"the weight snapshot holds {entry.nbytes} bytes of {entry.name!r} at offset {entry.offset} of "
-                f"{snapshot.buffer.nbytes}; {parameter.numel() * dtype.itemsize} were expected within the buffer"
-            )
-    missing = [name for name in parameters if name not in seen]
-    if missing:
-        raise ConfigError(f"the weight snapshot lacks {missing[0]!r}" + _and_more(len(missing) - 1))
-
-
-def _and_more(count: int) -> str:
-    return f" and {count} more" if count else ""
-
-
 def _describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
-
-
-def _settle(request: Request, outcome: Sample | BaseException) -> None:
-    """Hand the outcome to the request's own event loop."""
-
-    def settle() -> None:
-        if request.future.done():
-            return
-        if isinstance(outcome, BaseException):
-            request.future.set_exception(outcome)
-        else:
-            request.future.set_result(outcome)
-
-    try:
-        request.loop.call_soon_threadsafe(settle)
-    except RuntimeError:
-        # The loop is closed, so nobody waits for this request any more.
-        log.debug("request %r ended after its event loop was closed", request.request_id)

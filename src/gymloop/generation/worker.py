@@ -96,7 +96,9 @@ class EngineWorker:
             import torch
 
             torch.set_num_threads(spec.threads)
-        renderer = Renderer.load(tokenizer_folder, spec.chat_template, spec.chat_template_kwargs)
+        renderer = Renderer.load(
+            tokenizer_folder, spec.chat_template, spec.chat_template_kwargs, end_token_ids=spec.stop_token_ids
+        )
         precision = settle_precision(spec.precision, spec.device)
         engine = TorchEngine(
             folder,
