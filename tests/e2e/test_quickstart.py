@@ -41,5 +41,6 @@ def test_the_quickstart_learns_to_use_its_tool(tmp_path):
 
 
 def test_without_a_learning_rate_the_reward_does_not_rise(tmp_path):
-    values, _ = rewards(tmp_path, "policy.optimizer.kwargs.lr=0.0", "grpo.val_at_end=false")
-    assert abs(rise(values)) < 0.12, values
+    values, _ = rewards(tmp_path, "policy.optimizer.kwargs.lr=0.0")
+    # Three steps are 72 rollouts, whose mean reward moves by about 0.05 from one sampling to the next.
+    assert rise(values) < 0.2, values
