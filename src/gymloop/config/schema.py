@@ -34,6 +34,12 @@ class Section(BaseModel):
     )
 
 
+TOOL_PARSERS = ("hermes", "qwen3_coder", "nemotron_json", "llama3_json", "pythonic", "mistral", "openai")
+"""Built-in tool parsers, by the names that vLLM uses where it has them."""
+REASONING_PARSERS = ("think", "deepseek_r1", "openai")
+"""Built-in reasoning parsers."""
+
+
 class Grpo(Section):
     """The algorithm and the length of the run."""
 
@@ -77,7 +83,11 @@ class Rollouts(Section):
     max_infra_attempts: PositiveInt = 3
     """Attempts per rollout; each retry starts a new session."""
     min_group_size: Annotated[int, Field(ge=2)] = 2
-    """A group with fewer finished rollouts is dropped and counted."""
+    """A group with fewer finished rollouts is short: see ``on_short_group``."""
+    on_short_group: Literal["skip", "refill"] = "skip"
+    """What a short group leads to: ``skip`` drops and counts it, ``refill`` takes the next prompt in its place."""
+    max_failed_rollouts_per_step: NonNegativeInt | None = None
+    """Rollouts of one step that may fail for good before the run ends with an error; null sets no limit."""
     max_skipped_steps: NonNegativeInt = 3
     """Steps in a row that may train nothing (every group dropped or empty) before the run ends with an error."""
 
@@ -129,8 +139,14 @@ class Tokenizer(Section):
     """Jinja text, or a path ending in .jinja relative to the recipe; null takes the tokenizer's own."""
     chat_template_kwargs: dict[str, Any] = {}
     """Extra variables of the template."""
-    tool_parser: Literal["hermes"] = "hermes"
-    """How tool calls are read from text: ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``."""
+    tool_parser: str = "hermes"
+    """How tool calls are read from text: a name from TOOL_PARSERS, or one that the plug-in defines."""
+    tool_parser_plugin: str | None = None
+    """Python file, relative to the recipe, that defines further tool parsers."""
+    reasoning_parser: str | None = None
+    """How reasoning is told from the answer: a name from REASONING_PARSERS or the plug-in's; null leaves it in the text."""
+    reasoning_parser_plugin: str | None = None
+    """Python file, relative to the recipe, that defines further reasoning parsers."""
 
 
 class OptimizerKwargs(Section):
@@ -279,7 +295,17 @@ class Checkpointing(Section):
     save_period: PositiveInt = 10
     """Steps between checkpoints; the last step and an interruption save too."""
     keep_latest_k: PositiveInt = 2
-    """Complete checkpoints kept."""
+    """Newest complete checkpoints kept."""
+    metric_name: str | None = None
+    """Metric by which checkpoints are ranked, as in metrics.jsonl, e.g. ``validation/reward/mean``; null ranks none."""
+    higher_is_better: bool = True
+    """Direction of ``metric_name``."""
+    keep_top_k: PositiveInt | None = None
+    """Best checkpoints by ``metric_name`` that are kept beside the newest."""
+    checkpoint_must_save_by: str | None = None
+    """``DD:HH:MM:SS`` after the start of the run: save and end before then, as for a job with a time limit."""
+    accept_changed_data: bool = False
+    """Resume although the training rows are not those of the checkpoint; the loader then begins a new epoch."""
 
 
 class Logger(Section):
@@ -295,6 +321,17 @@ class Startup(Section):
 
     deadline_s: PositiveFloat = 600.0
     """A task without progress for this long fails the run under its name."""
+
+
+class Health(Section):
+    """How a process that died or hangs is noticed while the run goes on, seconds."""
+
+    check_period_s: PositiveFloat = 2.0
+    """Time between two looks at every worker and environment."""
+    unresponsive_after_s: PositiveFloat = 60.0
+    """A worker whose process lives but answers no heartbeat for this long is named and ends the run."""
+    loop_lag_s: PositiveFloat = 5.0
+    """An event loop that stands still for this long is reported with the stack of what blocks it."""
 
 
 class Cluster(Section):
@@ -318,4 +355,7 @@ class Recipe(Section):
     checkpointing: Checkpointing = Checkpointing()
     logger: Logger = Logger()
     startup: Startup = Startup()
+    health: Health = Health()
     cluster: Cluster = Cluster()
+    deterministic: bool = False
+    """Same recipe, same numbers, bit for bit, also over a resume: fixed decode shapes and noise by position; slower."""

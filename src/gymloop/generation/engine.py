@@ -7,7 +7,7 @@ sample, and every sample names the weight versions that produced it.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol
 
@@ -81,8 +81,21 @@ class Engine(Protocol):
     def weight_version(self) -> int:
         """Version of the weights that the next token will be sampled with."""
 
-    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling, request_id: str) -> Sample:
+    async def generate(
+        self,
+        prompt_ids: Sequence[int],
+        sampling: Sampling,
+        request_id: str,
+        on_tokens: Callable[[Sequence[int], Sequence[float]], None] | None = None,
+    ) -> Sample:
         """Sample until an end token, ``max_new_tokens`` or the context limit.
+
+        Args:
+            prompt_ids: every token of the prompt.
+            sampling: how to draw.
+            request_id: unique among the requests in flight.
+            on_tokens: called on the caller's event loop with each piece of newly sampled ids and their logprobs, in
+                order, before ``generate`` returns; together the pieces are the sample.
 
         A prompt of ``max_model_len`` tokens or more returns an empty sample with ``finish_reason == "length"``.
         Cancelling the awaiting task aborts the request and frees its slot.
