@@ -1,7 +1,7 @@
 """One GRPO step in gymloop and in TRL: the same model, prompts, reward, group size, lengths and optimizer.
 
     python benchmarks/step_vs_trl.py --trl-python TRL_VENV/bin/python                # both comparisons, 3 timed steps
-    python benchmarks/step_vs_trl.py --trl-python TRL_VENV/bin/python --curve        # 10 steps, reward curves
+    python benchmarks/step_vs_trl.py --trl-python TRL_VENV/bin/python --curve --seeds 4   # 10 steps, reward curves
 
 TRL lives in a virtual environment of its own (``pip install torch trl==1.16.0``). Each side runs in a fresh process
 with the same number of threads, one after the other. The first step of each is not timed. Both sample at temperature 1
@@ -13,6 +13,9 @@ backward, optimizer, and in gymloop handing the new weights to the engine.
 
 Comparisons: float32 on both sides; gymloop at its default precision against the fastest of TRL in float32, under
 bfloat16 autocast and with bfloat16 weights, which a small piece of the work decides.
+
+Reward curves: each seed gives the mean reward of the last three of 10 steps on both sides; "not worse" means that the
+mean difference over the seeds is not below zero by more than two of its standard errors.
 """
 
 from __future__ import annotations
@@ -89,6 +92,7 @@ def gymloop_side(task: dict) -> dict:
         loss,
         OptimizerKwargs(lr=task["lr"], weight_decay=0.0),
         precision=task["precision"],
+        device=task["device"],
         seed=task["seed"],
     )
     worker = PolicyWorker(spec)
@@ -96,6 +100,7 @@ def gymloop_side(task: dict) -> dict:
     engine = TorchEngine(
         folder,
         dtype=info["precision"],
+        device=task["device"],
         max_batch_size=task["groups"] * task["generations"],
         max_model_len=max(map(len, prompts)) + task["new_tokens"],
         seed=task["seed"],
@@ -183,7 +188,7 @@ def trl_side(task: dict) -> dict:
     with tempfile.TemporaryDirectory() as scratch:
         config = GRPOConfig(
             output_dir=scratch,
-            use_cpu=True,
+            use_cpu=task["device"] == "cpu",
             bf16=task["precision"] == "autocast",
             model_init_kwargs={"dtype": "bfloat16" if task["precision"] == "bfloat16" else "float32"},
             per_device_train_batch_size=task["micro"],
@@ -266,15 +271,27 @@ def compare(title: str, ours: dict, theirs: dict, goal: float) -> bool:
     return ratio >= goal
 
 
-def compare_curves(ours: dict, theirs: dict, noise: float) -> bool:
+def compare_curves(pairs: list[tuple[dict, dict]]) -> bool:
+    """``pairs`` holds our run and theirs for each seed."""
     print("reward by step")
-    ends = []
-    for name, result in (("gymloop", ours), ("trl", theirs)):
-        rewards = [step["reward"] for step in result["steps"]]
-        ends.append(statistics.fmean(rewards[-3:]))
-        print(f"  {name:8s} " + " ".join(f"{reward:.3f}" for reward in rewards) + f"   last three {ends[-1]:.3f}")
-    met = ends[0] >= ends[1] - noise
-    print(f"  not worse (within {noise:.2f} of sampling noise): {'met' if met else 'missed'}\n")
+    ends: list[tuple[float, float]] = []
+    for seed, pair in enumerate(pairs):
+        last_three = []
+        for name, result in zip(("gymloop", "trl"), pair, strict=True):
+            rewards = [step["reward"] for step in result["steps"]]
+            last_three.append(statistics.fmean(rewards[-3:]))
+            shown = " ".join(f"{reward:.3f}" for reward in rewards)
+            print(f"  {f'{name}, run {seed}':15s} {shown}   last three {last_three[-1]:.3f}")
+        ends.append((last_three[0], last_three[1]))
+    difference = statistics.fmean(ours - theirs for ours, theirs in ends)
+    means = [statistics.fmean(side) for side in zip(*ends, strict=True)]
+    print(f"  last three, mean over {len(ends)} seeds: gymloop {means[0]:.3f}, trl {means[1]:.3f}", end="")
+    if len(ends) == 1:
+        print("; one seed does not tell a difference from noise: give --seeds\n")
+        return difference >= 0
+    error = statistics.stdev(ours - theirs for ours, theirs in ends) / len(ends) ** 0.5
+    met = difference >= -2 * error
+    print(f"; difference {difference:+.3f}, standard error {error:.3f}; not worse: {'met' if met else 'missed'}\n")
     return met
 
 
@@ -290,7 +307,9 @@ def main() -> int:
     parser.add_argument("--new-tokens", type=int, default=NEW_TOKENS)
     parser.add_argument("--trl-micro-batch", type=int, default=8, help="sequences per microbatch of TRL")
     parser.add_argument("--lr", type=float, default=2e-5)
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0, help="of the first run")
+    parser.add_argument("--seeds", type=int, default=1, help="runs per side with --curve")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--limit-s", type=float, default=3600.0, help="wall time of one side, seconds")
     parser.add_argument("--side", choices=("gymloop", "trl"), help=argparse.SUPPRESS)
@@ -332,25 +351,29 @@ def main() -> int:
         "micro": options.trl_micro_batch,
         "lr": options.lr,
         "seed": options.seed,
+        "device": options.device,
         "threads": options.threads,
         "steps": 10 if options.curve else options.steps,
     }
 
-    def ours(precision: str) -> dict:
-        return run_side("gymloop", sys.executable, task | {"precision": precision}, options.limit_s)
+    def ours(precision: str, seed: int = options.seed) -> dict:
+        return run_side("gymloop", sys.executable, task | {"precision": precision, "seed": seed}, options.limit_s)
 
-    def theirs(precision: str) -> dict:
-        return run_side("trl", options.trl_python, task | {"precision": precision}, options.limit_s)
+    def theirs(precision: str, seed: int = options.seed) -> dict:
+        return run_side("trl", options.trl_python, task | {"precision": precision, "seed": seed}, options.limit_s)
 
     trl_float32 = theirs("float32")
     gymloop_float32 = ours("float32")
     met = compare("float32 on both sides", gymloop_float32, trl_float32, 1.4)
     if options.curve:
-        met &= compare_curves(gymloop_float32, trl_float32, noise=0.05)
+        pairs = [(gymloop_float32, trl_float32)]
+        for seed in range(options.seed + 1, options.seed + options.seeds):
+            pairs.append((ours("float32", seed), theirs("float32", seed)))
+        met &= compare_curves(pairs)
     elif options.mode == "both":
         fastest = trl_fastest(options, task)
         best = trl_float32 if fastest == "float32" else theirs(fastest)
-        default = gymloop_float32 if settle_precision("auto", "cpu") == "float32" else ours("auto")
+        default = gymloop_float32 if settle_precision("auto", options.device) == "float32" else ours("auto")
         met &= compare("default precision against TRL's best", default, best, 2.0)
     return 0 if met else 1
 
