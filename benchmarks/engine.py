@@ -4,6 +4,8 @@ Both get the same fresh random prompts in every round (so the engine's prefix re
 the same number of tokens because end tokens are off, and rounds alternate so that a slow minute hits both. The ratio is
 the median over rounds; above 1 the engine is faster, although it also computes logprobs and ``generate`` does not.
 
+``--deterministic`` measures the deterministic engine too: its share is what equal bits cost.
+
 usage: python benchmarks/engine.py [--model FOLDER_OR_ID] [--new-tokens 64] [--concurrency 1 16 64] [--rounds 3]
 """
 
@@ -27,8 +29,10 @@ from gymloop.models.resolve import resolve_model
 
 def engine_seconds(engine: TorchEngine, prompts: list[list[int]], new_tokens: int) -> float:
     async def run() -> None:
-        sampling = Sampling(max_new_tokens=new_tokens, temperature=0)
-        calls = [engine.generate(prompt, sampling, f"bench-{index}") for index, prompt in enumerate(prompts)]
+        calls = [
+            engine.generate(prompt, Sampling(new_tokens, temperature=0, slot=index), f"bench-{index}")
+            for index, prompt in enumerate(prompts)
+        ]
         samples = await asyncio.gather(*calls)
         short = [len(sample.token_ids) for sample in samples if len(sample.token_ids) != new_tokens]
         if short:
@@ -61,6 +65,7 @@ def main() -> None:
     parser.add_argument("--prompt-tokens", type=int, nargs=2, default=(32, 128), metavar=("MIN", "MAX"))
     parser.add_argument("--concurrency", type=int, nargs="+", default=(1, 16, 64))
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--deterministic", action="store_true", help="measure the deterministic engine too")
     args = parser.parse_args()
 
     folder = Path(args.model) if Path(args.model).is_dir() else resolve_model(args.model)
@@ -68,12 +73,11 @@ def main() -> None:
     # The reference must not fall back to sampling settings or end tokens of the folder.
     reference.generation_config.eos_token_id = None
     low, high = args.prompt_tokens
-    engine = TorchEngine(
-        folder,
-        dtype="float32",
-        max_batch_size=max(args.concurrency),
-        max_model_len=high + args.new_tokens,
-    )
+    rows, length = max(args.concurrency), high + args.new_tokens
+    engine = TorchEngine(folder, dtype="float32", max_batch_size=rows, max_model_len=length)
+    fixed: TorchEngine | None = None
+    if args.deterministic:
+        fixed = TorchEngine(folder, dtype="float32", max_batch_size=rows, max_model_len=length, deterministic=True)
     rng = random.Random(0)
     vocab = reference.config.vocab_size
     print(f"{folder.name}, float32, {torch.get_num_threads()} threads, torch {torch.__version__}")
@@ -81,6 +85,7 @@ def main() -> None:
     try:
         for concurrency in args.concurrency:
             rates: list[tuple[float, float]] = []
+            shares: list[float] = []
             # The first round warms both up and is not counted.
             for _ in range(args.rounds + 1):
                 prompts = [[rng.randrange(vocab) for _ in range(rng.randint(low, high))] for _ in range(concurrency)]
@@ -88,6 +93,8 @@ def main() -> None:
                 ours = total / engine_seconds(engine, prompts, args.new_tokens)
                 theirs = total / generate_seconds(reference, prompts, args.new_tokens)
                 rates.append((ours, theirs))
+                if fixed is not None:
+                    shares.append(total / engine_seconds(fixed, prompts, args.new_tokens) / ours)
             counted = rates[1:]
             ratio = statistics.median(ours / theirs for ours, theirs in counted)
             ours = statistics.median(rate[0] for rate in counted)
@@ -97,8 +104,13 @@ def main() -> None:
                 f"ratio {ratio:.2f}",
                 flush=True,
             )
+            if shares:
+                share = statistics.median(shares[1:])
+                print(f"                 deterministic: {share:.2f} of TorchEngine's tokens/s", flush=True)
     finally:
         engine.close()
+        if fixed is not None:
+            fixed.close()
 
 
 if __name__ == "__main__":

@@ -2,7 +2,8 @@
 
 The tokenizer is byte level: byte b has id ``BASE + b``, so ``"A"`` is 81 and a newline is 26. There is exactly one
 merge, ``o`` + ``k`` -> ``OK_ID``: a model that samples the ids of ``o`` and ``k`` writes text that re-tokenises to
-another list. Keep the letters "ok" out of texts unless that trap is wanted. ``generation_config.json`` asks for
+another list. Keep the letters "ok" out of texts unless that trap is wanted. Family ``s`` has characters and bytes as
+tokens instead. ``generation_config.json`` asks for
 temperature 0.6, top_k 20, top_p 0.95 and a repetition penalty, none of which may ever be used.
 """
 
@@ -11,11 +12,16 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import tokenizers
 
 BASE = 16
 """Ids below are reserved for control tokens."""
 OK_ID = BASE + 256
 VOCAB_SIZE = BASE + 257
+S_VOCAB_SIZE = BASE + 256 + 2 + 94
 
 
 @dataclass(frozen=True)
@@ -101,6 +107,27 @@ MAPPING_TEMPLATE = r"""
 """
 
 CHATML = {0: "<|endoftext|>", 1: "<|im_start|>", 2: "<|im_end|>"}
+MISTRAL_TEMPLATE = r"""
+{{- bos_token -}}
+{%- for m in messages -%}
+{%- if m.role == 'tool' -%}
+{%- set before = messages[loop.index0 - 1] -%}
+{%- if before.role != 'tool' and not before.tool_calls -%}
+{{ raise_exception('a tool result must answer a call') }}
+{%- endif -%}
+{{ '[TOOL_RESULTS] ' + m.content + ' [/TOOL_RESULTS]' }}
+{%- elif m.role == 'assistant' -%}
+{{ m.content }}
+{%- for t in (m.tool_calls or []) -%}
+{{ '[TOOL_CALLS] ' + t.function.name + ' ' + (t.function.arguments | tojson) }}
+{%- endfor -%}
+{{ '</s>' }}
+{%- else -%}
+{{ '[INST] ' + m.content + ' [/INST]' }}
+{%- endif -%}
+{%- endfor -%}
+"""
+
 FAMILIES = {
     # like Qwen3: tool result as user turn, drops <think> before the last user turn
     "q": Family(CHATML, "<|im_end|>", (2, 0), QWEN_TEMPLATE),
@@ -137,6 +164,8 @@ FAMILIES = {
     ),
     # walks tool arguments as a mapping
     "m": Family(CHATML, "<|im_end|>", (2, 0), MAPPING_TEMPLATE),
+    # like Mistral: no generation prompt, a tool result only behind a call; SentencePiece-like vocabulary (see below)
+    "s": Family({0: "<unk>", 1: "<s>", 2: "</s>"}, "</s>", (2,), MISTRAL_TEMPLATE, bos="<s>"),
     # no chat template
     "bare": Family({0: "<|endoftext|>"}, "<|endoftext|>", (0,), None),
 }
@@ -149,19 +178,15 @@ def text_ids(text: str) -> list[int]:
 
 def build_toy(folder: Path, family: str, weights: bool = True) -> Path:
     """Write ``folder/family`` with tokenizer, configs and, if asked, a one-layer random Llama; return that path."""
-    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+    from tokenizers import AddedToken
     from transformers import PreTrainedTokenizerFast
 
     spec = FAMILIES[family]
     path = Path(folder) / family
     path.mkdir(parents=True, exist_ok=True)
 
-    vocab = {char: BASE + byte for byte, char in _byte_characters().items()}
-    vocab |= {spec.control.get(index, f"<|unused_{index}|>"): index for index in range(BASE)}
-    vocab["ok"] = OK_ID
-    core = Tokenizer(models.BPE(vocab=vocab, merges=[("o", "k")]))
-    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    core.decoder = decoders.ByteLevel()
+    control = {spec.control.get(index, f"<|unused_{index}|>"): index for index in range(BASE)}
+    core = _sentence_pieces(control) if family == "s" else _byte_level(control)
     core.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in spec.control.values()])
     names = {"eos_token": spec.eos} | ({"bos_token": spec.bos} if spec.bos else {})
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, clean_up_tokenization_spaces=False, **names)
@@ -170,18 +195,41 @@ def build_toy(folder: Path, family: str, weights: bool = True) -> Path:
     tokenizer.save_pretrained(path)
 
     if weights:
-        _save_llama(path, list(spec.end_ids))
+        _save_llama(path, list(spec.end_ids), S_VOCAB_SIZE if family == "s" else VOCAB_SIZE)
     sampling = {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95, "repetition_penalty": 1.05}
     (path / "generation_config.json").write_text(json.dumps({"eos_token_id": list(spec.end_ids), **sampling}))
     return path
 
 
-def _save_llama(path: Path, end_ids: list[int]) -> None:
+def _byte_level(control: dict[str, int]) -> tokenizers.Tokenizer:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    vocab = {char: BASE + byte for byte, char in _byte_characters().items()} | control | {"ok": OK_ID}
+    core = Tokenizer(models.BPE(vocab=vocab, merges=[("o", "k")]))
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    core.decoder = decoders.ByteLevel()
+    return core
+
+
+def _sentence_pieces(control: dict[str, int]) -> tokenizers.Tokenizer:
+    """Characters are tokens, a space is ``▁``, and a character without a token becomes one token a byte."""
+    from tokenizers import Tokenizer, decoders, models, normalizers
+
+    vocab = control | {f"<0x{byte:02X}>": BASE + byte for byte in range(256)}
+    for char in ("ok", "\u2581", *map(chr, range(33, 127))):
+        vocab[char] = len(vocab)
+    core = Tokenizer(models.BPE(vocab=vocab, merges=[("o", "k")], byte_fallback=True, unk_token="<unk>"))
+    core.normalizer = normalizers.Replace(" ", "\u2581")
+    core.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()])
+    return core
+
+
+def _save_llama(path: Path, end_ids: list[int], vocab_size: int) -> None:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
-        vocab_size=VOCAB_SIZE,
+        vocab_size=vocab_size,
         hidden_size=32,
         intermediate_size=64,
         num_hidden_layers=1,

@@ -40,6 +40,24 @@ def set_attention(model: Any, name: str) -> bool:
     return model.config.get_text_config(decoder=True)._attn_implementation == name
 
 
+def fix_expert_shapes(model: Any) -> bool:
+    """Let a mixture of experts compute each token with its experts' weights gathered for it, one product per token.
+
+    The default gathers the tokens of each expert instead, so that its shapes follow from the whole batch's routing.
+
+    Returns:
+        Whether the model took it, or has no experts.
+    """
+    config = model.config.get_text_config(decoder=True)
+    counts = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+    if not any((getattr(config, name, None) or 0) > 1 for name in counts):
+        return True
+    if not model._can_set_experts_implementation():
+        return False
+    model.set_experts_implementation("batched_mm")
+    return True
+
+
 def has_native_bfloat16(device: str) -> bool:
     """Whether matrix products in bfloat16 are at least as fast as in float32 on this device, as torch names it."""
     import torch

@@ -6,11 +6,28 @@ scored by the environment, ``ConfigError`` stops the run. Messages are one sente
 
 from __future__ import annotations
 
+from typing import Literal
+
+Cause = Literal[
+    "timeout", "disconnect", "server_error", "busy", "bad_reply", "aborted", "raised", "refused", "too_long", "other"
+]
+"""What a party did, as far as the caller could see: it did not answer in time, closed the connection, answered 5xx, 429
+or 503 for too long, with a body that is not what was asked for, ended the request, raised an exception in this process,
+refused this request, or found it longer than the context."""
+
 
 class GymloopError(Exception):
-    """Base of every error that gymloop raises on purpose; the command line prints it without a traceback."""
+    """Base of every error that gymloop raises on purpose; the command line prints it without a traceback.
+
+    Attributes:
+        cause: see ``Cause``; for the record of a failed rollout.
+    """
 
     kind = "internal"
+
+    def __init__(self, *args: object, cause: Cause = "other") -> None:
+        super().__init__(*args)
+        self.cause: Cause = cause
 
 
 class ConfigError(GymloopError):

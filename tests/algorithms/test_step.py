@@ -115,7 +115,7 @@ def test_F13_failures_are_in_no_baseline_and_no_denominator():
     metrics = prepared.metrics
     assert metrics["reward/mean"] == 0.75
     assert (metrics["rollouts/finished"], metrics["rollouts/failed"], metrics["rollouts/missing"]) == (4, 4, 0)
-    assert [metrics[f"failures/{kind}"] for kind in ("infra", "data", "policy", "config")] == [3, 1, 0, 0]
+    assert [metrics[f"failures/{kind}"] for kind in ("infra", "data", "policy")] == [3, 1, 0]
     assert (metrics["groups/kept"], metrics["signal/zero_groups"]) == (2, 1)
 
 
@@ -289,8 +289,9 @@ def test_metrics_describe_the_finished_rollouts():
         "failures/infra": 0,
         "failures/data": 0,
         "failures/policy": 0,
-        "failures/config": 0,
+        "failures/attempts": 0,
         "groups/kept": 1,
+        "groups/short": 0,
         "groups/dropped": 0,
         "signal/zero_groups": 0,
         "tools/calls_per_rollout": 1.0,

@@ -1,15 +1,21 @@
 """A worker behaves the same inline and in a Ray actor; a dead one is named at once."""
 
 import asyncio
+import ctypes
 import os
+import signal
+import subprocess
+import sys
 import time
 from functools import partial
 
 import numpy as np
 import pytest
 
+from gymloop.cluster.actor import RayRemote
+from gymloop.cluster.health import Health, first_failure
 from gymloop.cluster.local import RayCluster
-from gymloop.cluster.remote import InlineRemote, RayRemote, first_failure
+from gymloop.cluster.remote import InlineRemote
 from gymloop.errors import ConfigError, InfraError
 
 
@@ -39,12 +45,30 @@ class Worker:
     def sleep(self, seconds: float) -> None:
         time.sleep(seconds)
 
+    def pid(self) -> int:
+        return os.getpid()
+
+    def hold_the_interpreter(self) -> None:
+        ctypes.PyDLL(None).sleep(60)  # PyDLL keeps the interpreter's lock
+
     def die(self) -> None:
         print("last words", flush=True)
         os._exit(7)
 
     def close(self) -> None:
         self.value = -1
+
+
+def refuse_to_be_built():
+    raise ConfigError("no port is free")
+
+
+async def ended(pid: int) -> None:
+    for _ in range(100):
+        if not os.path.exists(f"/proc/{pid}"):  # noqa: ASYNC240
+            return
+        await asyncio.sleep(0.1)
+    raise AssertionError(f"process {pid} is still there")
 
 
 @pytest.fixture(scope="module")
@@ -90,22 +114,23 @@ async def test_a_call_that_takes_too_long_is_named(remote):
     assert time.monotonic() - begin < 2
 
 
-async def test_killing_ends_died_with_the_name(remote):
+async def test_a_worker_that_was_killed_fails_its_check_with_its_name(remote):
     await remote.call("add", 0, timeout=60)
-    watch = asyncio.ensure_future(remote.died())
-    await asyncio.sleep(0.2)
-    assert not watch.done()
+    await remote.check()
     remote.kill()
+    health = Health(period_s=0.2, unresponsive_after_s=60)
+    health.watch(remote)
     with pytest.raises(InfraError, match="adder"):
-        await asyncio.wait_for(watch, 10)
+        await asyncio.wait_for(health.failed(), 10)
 
 
-async def test_watching_a_worker_many_times_leaves_it_free_to_work(remote):
-    async def work() -> int:
-        return await remote.call("add", 1, timeout=60)
-
-    for count in range(20):
-        assert await first_failure(work(), remote.died()) == 6 + count
+async def test_heartbeats_are_answered_while_every_thread_of_the_worker_is_busy(remote):
+    await remote.check()
+    busy = [asyncio.ensure_future(remote.call("sleep", 3.0, timeout=60)) for _ in range(8)]
+    await asyncio.sleep(0.5)
+    await asyncio.wait_for(remote.check(), 2)
+    assert not any(work.done() for work in busy)
+    await asyncio.gather(*busy)
 
 
 async def test_ray_gives_the_actor_its_own_thread_count(ray_cluster, tmp_path):
@@ -128,9 +153,11 @@ async def test_a_slip_in_a_ray_worker_names_worker_method_and_error(ray_cluster,
     remote.kill()
 
 
-async def test_a_dead_ray_worker_ends_the_work_with_its_last_words(ray_cluster, tmp_path):
+async def test_a_dead_ray_worker_ends_the_work_within_10_s_with_its_last_words(ray_cluster, tmp_path):
     remote = RayRemote("adder", partial(Worker, 5), env={}, log_file=tmp_path / "adder.log")
     await remote.call("add", 0, timeout=60)
+    health = Health(period_s=2, unresponsive_after_s=60)
+    health.watch(remote)
 
     async def work() -> None:
         with pytest.raises(InfraError):
@@ -139,8 +166,59 @@ async def test_a_dead_ray_worker_ends_the_work_with_its_last_words(ray_cluster, 
 
     begin = time.monotonic()
     with pytest.raises(InfraError, match=r"(?s)adder died.*last words"):
-        await first_failure(work(), remote.died())
+        await first_failure(work(), health.failed())
     assert time.monotonic() - begin < 10
+
+
+async def test_a_stopped_ray_worker_is_named_with_its_state_and_killing_it_leaves_no_process(ray_cluster, tmp_path):
+    remote = RayRemote("adder", partial(Worker, 5), env={}, log_file=tmp_path / "adder.log")
+    pid = await remote.call("pid", timeout=60)
+    health = Health(period_s=0.2, unresponsive_after_s=3)
+    health.watch(remote)
+    await asyncio.sleep(1)
+    os.kill(pid, signal.SIGSTOP)
+    begin = time.monotonic()
+    with pytest.raises(InfraError, match=rf"adder does not respond: .* process {pid}: it is stopped"):
+        await first_failure(asyncio.sleep(60), health.failed())
+    assert 2.5 < time.monotonic() - begin < 15
+    health.forget(remote)
+    remote.kill()
+    await ended(pid)
+
+
+async def test_a_worker_whose_interpreter_is_stuck_is_named_with_its_stack(ray_cluster, tmp_path):
+    remote = RayRemote("adder", partial(Worker, 5), env={}, log_file=tmp_path / "adder.log")
+    pid = await remote.call("pid", timeout=60)
+    health = Health(period_s=0.2, unresponsive_after_s=3)
+    health.watch(remote)
+    await asyncio.sleep(1)
+    stuck = remote.call("hold_the_interpreter", timeout=60)
+    with pytest.raises(InfraError, match=rf"(?s)adder does not respond.* process {pid}: .*hold_the_interpreter"):
+        await first_failure(stuck, health.failed())
+    health.forget(remote)
+    remote.kill()
+    await ended(pid)
+
+
+async def test_what_the_constructor_raises_on_purpose_arrives_as_it_was(ray_cluster, tmp_path):
+    remote = RayRemote("adder", refuse_to_be_built, env={}, log_file=tmp_path / "adder.log")
+    with pytest.raises(ConfigError, match="no port is free"):
+        await remote.call("add", 1, timeout=60)
+    await remote.check()
+    remote.kill()
+
+
+async def test_ray_lives_on_when_the_thread_that_connected_has_ended(tmp_path):
+    code = (
+        "import threading, time; from gymloop.cluster.local import RayCluster\n"
+        "cluster = RayCluster(num_cpus=1)\n"
+        "thread = threading.Thread(target=cluster.connect); thread.start(); thread.join(100); time.sleep(1)\n"
+        "import ray; print(ray.get(ray.remote(lambda: 7).remote(), timeout=60)); cluster.disconnect()\n"
+    )
+    done = await asyncio.to_thread(
+        subprocess.run, [sys.executable, "-c", code], capture_output=True, text=True, timeout=200, check=False
+    )
+    assert done.stdout == "7\n", done.stderr
 
 
 async def test_first_failure_returns_the_work_and_ends_the_watches():

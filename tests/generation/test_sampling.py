@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
 
-from gymloop.generation.sampling import BLOCK, Filters, draw, invert_cdf
+from gymloop.errors import ConfigError
+from gymloop.generation.engine import Sampling
+from gymloop.generation.sampling import BLOCK, Bias, Filters, Penalties, draw, invert_cdf
 
 
 def logits_of(probabilities: list[float]) -> torch.Tensor:
@@ -118,3 +121,96 @@ def test_logits_that_are_not_finite_give_a_logprob_that_is_not_finite(temperatur
     _, logprobs = draw(logits, filters(temperature, 2), torch.full((2,), 0.5, dtype=torch.float64))
     assert not math.isfinite(logprobs[0])
     assert math.isfinite(logprobs[1])
+
+
+def drawn_with(logits: list[list[float]], uniform: float = 0.0, **kinds: Any) -> tuple[list[int], list[float]]:
+    temperature = torch.tensor(kinds.pop("temperature", [1.0] * len(logits)))
+    numbers = torch.full((len(logits),), uniform, dtype=torch.float64)
+    tokens, logprobs = draw(torch.tensor(logits), Filters(temperature, **kinds), numbers)
+    return tokens.tolist(), logprobs.tolist()
+
+
+def penalties(rows: list[int], repetition: float = 1.0, presence: float = 0.0, frequency: float = 0.0) -> Penalties:
+    """The prompt of each row is token 0; it sampled token 1 twice. 4 is the vocabulary, so padding."""
+    m = len(rows)
+    return Penalties(
+        torch.tensor(rows),
+        torch.full((m,), repetition),
+        torch.full((m,), presence),
+        torch.full((m,), frequency),
+        torch.tensor([[0, 4]] * m),
+        torch.tensor([[1, 1, 4]] * m),
+    )
+
+
+def expected_logprob(logits: list[float], token: int) -> float:
+    return logits[token] - math.log(sum(math.exp(value) for value in logits))
+
+
+def test_min_p_keeps_tokens_of_at_least_that_share_of_the_likeliest() -> None:
+    # 0.2 is 0.4 of 0.5, so it stays at 0.39 and goes at 0.41; a row with 0 keeps all.
+    logits = logits_of([0.5, 0.3, 0.2]).tolist()
+    tokens, logprobs = drawn_with([logits] * 3, 0.99, min_p=torch.tensor([0.39, 0.41, 0.0]))
+    assert tokens == [2, 1, 2]
+    assert logprobs == pytest.approx([math.log(0.2), math.log(0.3 / 0.8), math.log(0.2)], abs=1e-6)
+
+
+def test_min_p_of_one_keeps_the_likeliest() -> None:
+    assert drawn_with([[1.0, 3.0, 2.0, 0.0]], 0.99, min_p=torch.tensor([1.0])) == ([1], [0.0])
+
+
+def test_repetition_divides_positive_and_multiplies_negative_logits_of_prompt_and_sample() -> None:
+    tokens, logprobs = drawn_with([[2.0, -1.0, 1.0, -2.0]] * 2, penalties=penalties([1], repetition=2.0))
+    assert tokens == [0, 0]
+    assert logprobs[0] == pytest.approx(expected_logprob([2.0, -1.0, 1.0, -2.0], 0), abs=1e-6)
+    assert logprobs[1] == pytest.approx(expected_logprob([1.0, -2.0, 1.0, -2.0], 0), abs=1e-6)
+
+
+@pytest.mark.parametrize(("kind", "value", "lowered"), [("presence", 0.5, 0.5), ("frequency", 0.5, 1.0)])
+def test_presence_counts_a_sampled_token_once_and_frequency_every_time(kind: str, value: float, lowered: float) -> None:
+    _, logprobs = drawn_with([[2.0, 1.0, 1.0, 0.0]], penalties=penalties([0], **{kind: value}))
+    assert logprobs[0] == pytest.approx(expected_logprob([2.0, 1.0 - lowered, 1.0, 0.0], 0), abs=1e-6)
+
+
+def test_bias_comes_before_greedy_and_its_logprob() -> None:
+    bias = Bias(torch.tensor([0]), torch.tensor([3]), torch.tensor([5.0]))
+    tokens, logprobs = drawn_with([[2.0, 1.0, 1.0, 0.0]] * 2, temperature=[0.0, 0.0], bias=bias)
+    assert tokens == [3, 0]
+    assert logprobs == pytest.approx(
+        [expected_logprob([2.0, 1.0, 1.0, 5.0], 3), expected_logprob([2.0, 1.0, 1.0, 0.0], 0)], abs=1e-6
+    )
+
+
+def test_bias_comes_before_penalties_and_penalties_before_temperature() -> None:
+    # Token 1: -1 + 3 = 2, halved by the repetition penalty because it is positive by then, then over 0.5.
+    bias = Bias(torch.tensor([0]), torch.tensor([1]), torch.tensor([3.0]))
+    _, logprobs = drawn_with(
+        [[0.0, -1.0, 0.0, 0.0]], 0.5, temperature=[0.5], bias=bias, penalties=penalties([0], repetition=2.0)
+    )
+    assert logprobs[0] == pytest.approx(expected_logprob([0.0, 2.0, 0.0, 0.0], 1), abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("min_p", 1.1),
+        ("repetition_penalty", 0.0),
+        ("repetition_penalty", math.nan),
+        ("presence_penalty", 2.1),
+        ("frequency_penalty", -2.1),
+        ("logit_bias", {3: 100.5}),
+        ("slot", -1),
+        ("temperature", math.inf),
+    ],
+)
+def test_a_field_out_of_range_is_named(field: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=f"sampling has {field} .*expected"):
+        Sampling(1, **{field: value}).check()
+
+
+def test_defaults_are_off() -> None:
+    sampling = Sampling(1)
+    sampling.check()
+    assert not sampling.penalises
+    assert (sampling.min_p, sampling.logit_bias, sampling.noise_key, sampling.slot) == (0.0, None, None, None)
+    assert hash(sampling) == hash(Sampling(1, logit_bias={1: 2.0}))

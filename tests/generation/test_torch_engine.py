@@ -16,18 +16,21 @@ import pytest
 import torch
 from transformers import (
     AutoModelForCausalLM,
-    Gemma2Config,
     Gemma3TextConfig,
     GenerationConfig,
     GPT2Config,
+    GptOssConfig,
     LlamaConfig,
     MambaConfig,
     MistralConfig,
+    Phi3Config,
     Qwen3Config,
+    Qwen3NextConfig,
 )
 
+from gymloop import compat
 from gymloop.errors import ConfigError, DataError, InfraError
-from gymloop.generation import torch_engine
+from gymloop.generation import decoder, kv_cache
 from gymloop.generation.engine import Sample, Sampling
 from gymloop.generation.torch_engine import TorchEngine
 from gymloop.models.load import load_causal_lm
@@ -99,7 +102,7 @@ def engine(folder_of: Callable[[str], Path]) -> Iterator[TorchEngine]:
 
 def slow_down(engine: TorchEngine, monkeypatch: pytest.MonkeyPatch, seconds: float) -> threading.Event:
     """Make every step take this long; the event is set when the first one has begun."""
-    forward = engine._model.forward
+    forward = engine._decoder.model.forward
     begun = threading.Event()
 
     def slow(*args: Any, **kwargs: Any) -> Any:
@@ -107,7 +110,7 @@ def slow_down(engine: TorchEngine, monkeypatch: pytest.MonkeyPatch, seconds: flo
         time.sleep(seconds)
         return forward(*args, **kwargs)
 
-    monkeypatch.setattr(engine._model, "forward", slow)
+    monkeypatch.setattr(engine._decoder.model, "forward", slow)
     return begun
 
 
@@ -462,7 +465,7 @@ async def test_a_snapshot_that_does_not_fit_is_refused_before_anything_changes(
 async def test_a_step_that_raises_fails_every_request_with_the_cause(
     engine: TorchEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    forward = engine._model.forward
+    forward = engine._decoder.model.forward
     steps = 0
 
     def breaks(*args: Any, **kwargs: Any) -> Any:
@@ -472,7 +475,7 @@ async def test_a_step_that_raises_fails_every_request_with_the_cause(
             raise MemoryError("no more memory")
         return forward(*args, **kwargs)
 
-    monkeypatch.setattr(engine._model, "forward", breaks)
+    monkeypatch.setattr(engine._decoder.model, "forward", breaks)
     tasks = [asyncio.create_task(engine.generate([i], Sampling(50), f"r{i}")) for i in range(12)]
     results = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 10)
     assert len(results) == 12
@@ -490,7 +493,7 @@ async def test_a_step_that_raises_fails_every_request_with_the_cause(
 async def test_logits_that_are_not_finite_fail_the_request_by_name_and_the_engine_goes_on(engine: TorchEngine) -> None:
     good = snapshot_of_engine(engine)
     with torch.no_grad():
-        engine._model.lm_head.weight[5] = float("nan")
+        engine._decoder.model.lm_head.weight[5] = float("nan")
     with pytest.raises(InfraError, match=r"'broken'.*logprob nan.*position 0"):
         await asyncio.wait_for(engine.generate([1, 2], Sampling(5), "broken"), 10)
     engine.load_weights(good, 1)
@@ -498,7 +501,7 @@ async def test_logits_that_are_not_finite_fail_the_request_by_name_and_the_engin
 
 
 def snapshot_of_engine(engine: TorchEngine) -> WeightSnapshot:
-    return take(engine._model.named_parameters())
+    return take(engine._decoder.model.named_parameters())
 
 
 async def test_close_fails_requests_in_flight_and_refuses_new_ones(folder_of: Callable[[str], Path]) -> None:
@@ -512,7 +515,7 @@ async def test_close_fails_requests_in_flight_and_refuses_new_ones(folder_of: Ca
     with pytest.raises(InfraError, match="closed"):
         await engine.generate([1], Sampling(5), "late")
     engine.close()
-    assert not engine._thread.is_alive()
+    assert not engine._loop.thread.is_alive()
 
 
 async def test_a_pause_that_does_not_come_names_the_step_it_waited_for(
@@ -537,15 +540,57 @@ def test_a_recurrent_model_is_refused(tmp_path: Path) -> None:
         TorchEngine(tmp_path, dtype="float32", max_batch_size=1, max_model_len=16)
 
 
-def test_attention_that_would_be_computed_wrongly_is_refused(tmp_path: Path) -> None:
-    config = Gemma2Config(**SMALL, head_dim=8, attn_logit_softcapping=5.0)
+def test_a_model_with_linear_attention_is_refused(tmp_path: Path) -> None:
+    layers = ["linear_attention", "full_attention"]
+    config = Qwen3NextConfig(**SMALL, head_dim=8, layer_types=layers, num_experts=0, linear_num_value_heads=2)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match="softcap"):
+    with pytest.raises(ConfigError, match=r"Qwen3NextForCausalLM cannot run .* layers of type 'linear_attention'"):
         TorchEngine(tmp_path, dtype="float32", max_batch_size=1, max_model_len=16)
 
 
+def test_attention_that_would_be_computed_wrongly_is_refused(tmp_path: Path) -> None:
+    config = GptOssConfig(**SMALL, head_dim=8, num_local_experts=2, num_experts_per_tok=1)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="s_aux"):
+        TorchEngine(tmp_path, dtype="float32", max_batch_size=1, max_model_len=16)
+
+
+def test_a_sliding_window_that_never_reaches_the_attention_is_found(
+    folder_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Longer than the probe at start, so that no logit of it shows whether the window was applied.
+    config = MistralConfig(**SMALL, head_dim=8, sliding_window=64)
+    folder = folder_of("llama").parent / "long-window"
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    with running(folder, max_batch_size=2) as engine:
+        assert engine.max_model_len == 128
+    dense = kv_cache.dense_attention
+    compat.register_attention("forgets_windows", lambda *args, sliding_window, **kwargs: dense(*args, **kwargs))
+    monkeypatch.setattr(decoder, "ATTENTION", "forgets_windows")
+    with pytest.raises(ConfigError, match="sliding window of 64 does not reach"):
+        TorchEngine(folder, dtype="float32", max_batch_size=1, max_model_len=128)
+
+
+def test_a_model_whose_layers_do_not_work_with_our_cache_is_refused_in_one_sentence(
+    folder_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decoder, "ATTENTION", "sdpa")
+    with pytest.raises(ConfigError, match=r"^LlamaForCausalLM cannot run on the torch engine: .*$"):
+        TorchEngine(folder_of("llama"), dtype="float32", max_batch_size=1, max_model_len=128)
+
+
+def test_positions_that_depend_on_the_longest_row_are_refused(tmp_path: Path) -> None:
+    rope = {"rope_type": "longrope", "rope_theta": 10000.0, "long_factor": [2.0] * 4, "short_factor": [1.0] * 4}
+    config = Phi3Config(**SMALL, original_max_position_embeddings=64, rope_parameters=rope)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="65 tokens but Phi3ForCausalLM encodes positions differently beyond 64"):
+        TorchEngine(tmp_path, dtype="float32", max_batch_size=1, max_model_len=65)
+    with running(tmp_path, max_model_len=64) as engine:
+        assert engine.max_model_len == 64
+
+
 def test_a_wrong_cache_is_found_at_start(folder_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch_engine.DenseCache, "swap", lambda *args: None)
+    monkeypatch.setattr(kv_cache.DenseCache, "swap", lambda *args: None)
     with pytest.raises(ConfigError, match="differ from a full forward"):
         TorchEngine(folder_of("llama"), dtype="float32", max_batch_size=1, max_model_len=16)
 

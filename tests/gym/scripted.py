@@ -11,7 +11,7 @@ from aiohttp import web
 
 from gymloop.gym import Environment, Verdict, tool
 from gymloop.gym.model_client import ModelClient
-from gymloop.tokens.tool_calls import parse
+from gymloop.tokens.reply import reply_reader
 
 END = 2
 
@@ -78,7 +78,7 @@ class ScriptedModel:
         last = max((i for i, message in enumerate(messages) if message["role"] == "assistant"), default=-1)
         new = "".join(f"{message['role']}:{message['content']}\n" for message in messages[last + 1 :])
         sampled = ids(say.text) + ([END] if say.finish == "stop" else [])
-        parsed = parse(say.text)
+        parsed = reply_reader().read(say.text)
         message = {
             "role": "assistant",
             "content": parsed.content,

@@ -2,19 +2,24 @@
 
 import asyncio
 import json
+import logging
 
 import pytest
 
 from gymloop.errors import DataError, InfraError
 from gymloop.gym.agent import Conversation, read_arguments, tool_calling
+from gymloop.gym.items import chat_messages
 from gymloop.gym.session import InProcessSource
 from gymloop.rollouts.trajectory import segments
+from gymloop.tokens.divergence import diverge
 
 from . import scripted
 from .scripted import END, Say, ScriptedModel, Weather, call_text, ids, row, serving
 
 
-async def play(model: ScriptedModel, prompt: str, *, max_turns: int = 4, log=None, params=None, profile="train"):
+async def play(
+    model: ScriptedModel, prompt: str, *, max_turns: int = 4, log=None, params=None, profile="train", rollout_id=None
+):
     """Run one rollout; returns conversation, verdict and the environment's log."""
     log = [] if log is None else log
     source = InProcessSource("weather", Weather, {"log": log})
@@ -32,6 +37,7 @@ async def play(model: ScriptedModel, prompt: str, *, max_turns: int = 4, log=Non
             max_tokens=200,
             call_timeout_s=2.0,
             profile=profile,
+            rollout_id=rollout_id,
         )
         verdict = await session.verify(conversation.response())
         await session.close()
@@ -80,7 +86,7 @@ BAD_ARGUMENTS = {
 
 
 @pytest.mark.parametrize("case", BAD_ARGUMENTS)
-async def test_bad_arguments_are_answered_and_the_rollout_goes_on(case):
+async def test_f05_bad_arguments_are_answered_and_the_rollout_goes_on(case):
     text, seen, results, reward, bad = BAD_ARGUMENTS[case]
     model = ScriptedModel({"p": [text, "end"]})
     conversation, verdict, log = await play(model, "p")
@@ -100,7 +106,7 @@ async def test_bad_arguments_are_answered_and_the_rollout_goes_on(case):
     assert [message["tool_call_id"] for message in sent if message["role"] == "tool"] == asked
 
 
-async def test_an_envelope_cut_short_is_a_final_text_and_is_counted():
+async def test_f05_an_envelope_cut_short_is_a_final_text_and_is_counted():
     cut = '<tool_call>\n{"name": "wx", "arguments": {"city": "Oslo"\n</tool_call>'
     conversation, verdict, log = await play(ScriptedModel({"p": [cut, "end"]}), "p")
     assert len(conversation.turns) == 1
@@ -118,7 +124,7 @@ def test_arguments_that_are_absent_are_an_empty_object():
 CUT = f'{call_text(OSLO)}\n<tool_call>\n{{"name": "write", "arguments": {{"path": "/tmp/x", "text": "aaaa'
 
 
-async def test_a_turn_cut_by_its_limit_runs_no_tool_and_is_verified():
+async def test_f06_a_turn_cut_by_its_limit_runs_no_tool_and_is_verified():
     conversation, verdict, log = await play(ScriptedModel({"p": [Say(CUT, finish="length")]}), "p")
     assert [entry[0] for entry in log] == ["seed", "verify", "close"]
     assert conversation.truncated
@@ -130,7 +136,7 @@ async def test_a_turn_cut_by_its_limit_runs_no_tool_and_is_verified():
     assert response["incomplete_details"] == {"reason": "max_output_tokens"}
 
 
-async def test_the_same_call_with_an_end_token_runs():
+async def test_f06_the_same_call_with_an_end_token_runs():
     conversation, verdict, log = await play(ScriptedModel({"p": [GOOD, "end"]}), "p")
     assert ("wx", "Oslo") in log
     assert not conversation.truncated
@@ -183,13 +189,56 @@ async def test_only_the_last_turns_ids_travel():
         assert not any("token_ids" in json.dumps(message) for message in model.requests[index]["messages"])
 
 
-async def test_a_prompt_that_does_not_continue_the_turn_before_is_a_new_segment():
+async def test_a_prompt_that_does_not_continue_the_turn_before_is_a_new_segment(caplog):
     def forget(reply):
         reply["choices"][0]["message"]["prompt_token_ids"] = [5, 6, 7]
 
-    conversation, _, _ = await play(ScriptedModel({"p": [GOOD, Say("end", change=forget)]}), "p")
+    with caplog.at_level(logging.DEBUG, "gymloop.gym.agent"):
+        conversation, _, _ = await play(ScriptedModel({"p": [GOOD, Say("end", change=forget)]}), "p")
     assert conversation.new_segments == 1
-    assert len(segments(conversation.turns)) == 2
+    _, second = segments(conversation.turns)
+    # The server said nothing, and still the record knows where the two part.
+    assert second.began is conversation.turns[1].divergence
+    assert (second.began.index, second.began.rendered.ids) == (0, (5, 6, 7))
+    before = conversation.turns[0]
+    assert second.began.carried.ids == (before.prompt_ids + before.sampled_ids)[:8]
+    assert "turn 1 begins a new segment" in caplog.text
+
+
+async def test_what_the_server_says_of_a_new_segment_is_recorded():
+    told = diverge("messages[1] was edited", [21, 22], [5, 6, 7], str)
+
+    def forget(reply):
+        reply["choices"][0]["message"]["prompt_token_ids"] = [5, 6, 7]
+        reply["choices"][0]["divergence"] = told.as_record()
+
+    conversation, _, _ = await play(ScriptedModel({"p": [GOOD, Say("end", change=forget)]}), "p")
+    assert conversation.turns[1].divergence == told
+
+
+@pytest.mark.parametrize("field", ["reasoning_content", "reasoning"])
+async def test_reasoning_is_kept_and_sent_back(field):
+    def think(reply):
+        reply["choices"][0]["message"][field] = "search it"
+
+    model = ScriptedModel({"p": [Say(GOOD, change=think), "end"]})
+    conversation, _, _ = await play(model, "p")
+    assert model.requests[1]["messages"][1]["reasoning_content"] == "search it"
+    assert [item["type"] for item in conversation.output[:2]] == ["reasoning", "function_call"]
+    assert conversation.output[0]["summary"] == [{"type": "summary_text", "text": "search it"}]
+    assert "generation_token_ids" in conversation.output[1]
+    # The items give the same messages back.
+    (message, *_) = chat_messages(conversation.output)
+    assert message == model.requests[1]["messages"][1]
+
+
+async def test_every_call_names_its_noise():
+    model = ScriptedModel({"p": [GOOD, "end"]})
+    await play(model, "p", rollout_id="e0/p 1\n/3")
+    assert [headers["x-gymloop-noise-key"] for headers in model.headers] == ["e0/p%201%0A/3/0", "e0/p%201%0A/3/1"]
+    model = ScriptedModel({"p": ["end"]})
+    await play(model, "p")
+    assert "x-gymloop-noise-key" not in model.headers[0]
 
 
 async def test_sampling_fields_of_a_row_reach_the_server_and_its_refusal_costs_the_row():

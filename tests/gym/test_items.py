@@ -3,7 +3,7 @@
 import pytest
 
 from gymloop.errors import DataError
-from gymloop.gym.items import chat_messages, chat_tools, final_text, message_item, output_item
+from gymloop.gym.items import chat_messages, chat_tools, final_text, message_item, output_item, reasoning_item
 
 
 def test_one_turn_of_several_items_is_one_assistant_message():
@@ -37,8 +37,23 @@ def test_text_is_a_user_message_and_a_developer_is_the_system():
 
 
 def test_an_item_without_counterpart_is_a_data_error():
-    with pytest.raises(DataError, match=r"input\[0\] has type 'reasoning'"):
-        chat_messages([{"type": "reasoning", "summary": []}])
+    with pytest.raises(DataError, match=r"input\[0\] has type 'web_search_call'; expected message, reasoning,"):
+        chat_messages([{"type": "web_search_call"}])
+
+
+def test_f04_reasoning_joins_the_message_of_its_turn():
+    items = [
+        {"role": "user", "content": "Compare Oslo and Lima."},
+        reasoning_item("rs_0", "two queries"),
+        {"type": "message", "role": "assistant", "content": "Checking both."},
+        {"type": "function_call", "call_id": "c1", "name": "wx", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "c1", "output": "4C"},
+        {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "done"}], "summary": []},
+    ]
+    messages = chat_messages(items)
+    assert [message["role"] for message in messages] == ["user", "assistant", "tool", "assistant"]
+    assert (messages[1]["reasoning_content"], messages[1]["content"]) == ("two queries", "Checking both.")
+    assert messages[3] == {"role": "assistant", "content": "", "reasoning_content": "done"}
 
 
 def test_flat_tools_become_chat_tools():

@@ -66,6 +66,29 @@ def test_a_resume_on_other_data_or_another_order_is_refused():
     assert len(list(longer)) == 6
 
 
+@pytest.mark.parametrize(("taken", "epoch"), [(0, 0), (1, 1), (2, 1), (3, 2)])
+def test_changed_data_can_be_accepted_and_begin_the_next_epoch(taken, epoch):
+    """Two steps an epoch; three epochs asked for."""
+    first = loader(epochs=3)
+    for _ in range(taken):
+        next(first)
+    changed = [{"id": index + 100} for index in range(10)]  # three steps an epoch
+    second = loader(changed, epochs=3)
+    second.load_state_dict(first.state_dict(), accept_changed_data=True)
+    expected = ids(loader(changed, epochs=3))[3 * epoch :]
+    assert second.num_steps == taken + len(expected)
+    state = json.loads(json.dumps(second.state_dict()))
+    assert ids(second) == expected
+    third = loader(changed, epochs=3)
+    third.load_state_dict(state)
+    assert ids(third) == expected, "a second resume needs no permission"
+
+
+def test_accepting_changed_data_accepts_no_other_change():
+    with pytest.raises(ConfigError, match="loader's seed changed"):
+        loader(seed=6).load_state_dict(loader().state_dict(), accept_changed_data=True)
+
+
 def test_fewer_rows_than_a_step_takes_is_said():
     with pytest.raises(ConfigError, match=r"data has 2 rows, fewer than grpo\.num_prompts_per_step = 3"):
         loader(ROWS[:2])
@@ -74,3 +97,36 @@ def test_fewer_rows_than_a_step_takes_is_said():
 def test_the_fingerprint_is_of_content_and_order():
     assert fingerprint([{"a": 1, "b": "\u2028"}]) == fingerprint([{"b": "\u2028", "a": 1}])
     assert fingerprint([{"a": 1}, {"a": 2}]) != fingerprint([{"a": 2}, {"a": 1}])
+
+
+def test_prompts_taken_besides_the_steps_move_the_rest_on_and_none_is_lost():
+    """Six rows an epoch, two epochs: four steps whatever is taken besides."""
+    taking = loader(shuffle=False)
+    taken = [*next(taking), *taking.take(2), *next(taking), *taking.take(1), *next(taking), *next(taking)]
+    assert [name for name, _ in taken] == [f"e{epoch}-r{row:05d}" for epoch in range(3) for row in range(6)][:15]
+    assert all(row["id"] == int(name[-5:]) for name, row in taken)
+    assert taking.num_steps == 4
+    assert list(taking) == []
+
+
+@pytest.mark.parametrize("taken", [0, 1, 2, 3, 4])
+@pytest.mark.parametrize("extra", [0, 1, 5])
+def test_a_resume_after_prompts_taken_besides_yields_exactly_what_was_left(taken, extra):
+    first = loader()
+    for _ in range(taken):
+        next(first)
+        first.take(extra)
+    state = json.loads(json.dumps(first.state_dict()))
+    second = loader()
+    second.load_state_dict(state)
+    assert ids(second) == ids(first)
+    assert second.take(2) == first.take(2)
+
+
+def test_changed_data_begin_after_the_epoch_that_the_prompts_reached():
+    first = loader(epochs=9)
+    next(first)
+    first.take(4)  # seven of six
+    second = loader([{"id": 50}] * 9, epochs=9)
+    second.load_state_dict(first.state_dict(), accept_changed_data=True)
+    assert next(second)[0][0].startswith("e2-")

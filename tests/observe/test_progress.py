@@ -81,3 +81,23 @@ def test_without_a_terminal_phases_are_silent():
     target = console(False)
     Progress(target).phase("step 1: rollouts 3/32")
     assert target.file.getvalue() == ""
+
+
+def test_the_log_file_has_every_line_and_every_phase_once_with_its_time(tmp_path):
+    log = tmp_path / "run.log"
+    with Progress(console(False)) as progress:
+        progress.say("before")
+        progress.log_to(log)
+        progress.phase("step 1: rollouts 1/4")
+        progress.phase("step 1: rollouts 2/4")
+        progress.phase("step 1: update on 40 tokens")
+        progress.say("step 1/9  reward 0.5")
+        progress.phase("step 2: rollouts 1/4")
+    lines = log.read_text().splitlines()
+    assert [line[9:] for line in lines] == [
+        "step 1: rollouts 1/4",
+        "step 1: update on 40 tokens",
+        "step 1/9  reward 0.5",
+        "step 2: rollouts 1/4",
+    ]
+    assert all(line[2] == line[5] == ":" for line in lines)

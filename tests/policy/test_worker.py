@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import base64
 import dataclasses
 import json
 import math
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,6 +19,7 @@ from gymloop.algorithms.batch import TrainBatch, TrainSequence
 from gymloop.algorithms.weighting import weigh
 from gymloop.config.schema import Loss, OptimizerKwargs
 from gymloop.errors import ConfigError, DataError, InfraError
+from gymloop.files import UnwritableError
 from gymloop.models.load import load_causal_lm
 from gymloop.policy.optimizer import NonFiniteError
 from gymloop.policy.spec import PolicySpec
@@ -282,6 +286,60 @@ def test_a_restored_worker_makes_the_same_next_steps_bit_by_bit(precision: str, 
     assert resumed._optimizer is not None
     for name, master in whole._optimizer.masters.items():
         assert torch.equal(master, resumed._optimizer.masters[name]), name
+
+
+STEPS_IN_A_PROCESS = """
+import hashlib, sys
+sys.path[:0] = [{tests!r}]
+import test_worker
+worker = test_worker.worker_of({folder!r}, precision="bfloat16", deterministic=True, threads=2)
+batch = test_worker.batch_of([40, 90, 20, 60], [1.0, -0.5, 2.0, -1.0])
+said = [worker.sft(batch)["loss"]] + [worker.train(batch)[name] for _ in range(3) for name in ("loss", "grad_norm")]
+print(said, hashlib.sha256(worker.snapshot().buffer.tobytes()).hexdigest())
+"""
+
+
+@pytest.mark.slow
+def test_deterministic_bfloat16_steps_repeat_bit_by_bit_across_processes(tiny: Tiny):
+    program = STEPS_IN_A_PROCESS.format(tests=str(Path(__file__).parent), folder=str(tiny("qwen3")))
+    processes = [
+        subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+        for _ in range(2)
+    ]
+    first, second = (process.communicate(timeout=300)[0] for process in processes)
+    assert first
+    assert first == second
+
+
+def test_deterministic_refuses_what_has_no_repeatable_kernel_and_fixes_the_threads(tiny: Tiny):
+    before = torch.are_deterministic_algorithms_enabled(), torch.get_num_threads()
+    try:
+        facts_of = PolicyWorker(dataclasses.replace(worker_of(tiny("llama")).spec, deterministic=True, threads=1))
+        assert facts_of.load()["threads"] == 1
+        assert torch.are_deterministic_algorithms_enabled()
+    finally:
+        torch.use_deterministic_algorithms(before[0])
+        torch.set_num_threads(before[1])
+
+
+def test_the_generators_of_every_rank_are_saved(tiny: Tiny, tmp_path: Path):
+    worker_of(tiny("llama")).save(tmp_path)
+    (rank,) = json.loads((tmp_path / "state.json").read_text())["generators"]
+    assert base64.b64decode(rank["cpu"]) == torch.get_rng_state().numpy().tobytes()
+
+
+def test_a_save_that_the_disk_refuses_is_one_sentence(tiny: Tiny, tmp_path: Path):
+    (tmp_path / "weights").write_text("a file where a folder belongs")
+    with pytest.raises(UnwritableError, match=r"^the policy was not written: File exists \(.*\)$"):
+        worker_of(tiny("llama")).save(tmp_path)
+
+
+def test_a_closed_worker_has_let_go_of_its_model(tiny: Tiny):
+    worker = worker_of(tiny("llama"))
+    worker.close()
+    worker.close()
+    with pytest.raises(RuntimeError, match="load"):
+        worker.snapshot()
 
 
 def test_saved_weights_are_a_model_folder(tiny: Tiny, tmp_path: Path):

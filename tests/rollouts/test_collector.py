@@ -1,8 +1,11 @@
-"""Rollouts to their end: retries in new sessions, typed failures without reward, order by id (F13, A13, A14)."""
+"""Rollouts to their end: retries in new sessions, typed failures without reward, order by id (F13, A13, A14, A15)."""
 
 import asyncio
 import contextlib
+import itertools
 import math
+import random
+import sys
 import time
 
 import pytest
@@ -11,6 +14,7 @@ from gymloop.config.schema import Rollouts
 from gymloop.errors import ConfigError, DataError, GymloopError
 from gymloop.gym import Environment, Verdict
 from gymloop.gym.session import InProcessSource
+from gymloop.gym.tools import ToolError
 from gymloop.rollouts import collector as module
 from gymloop.rollouts.collector import Collector, RolloutTask, assemble_groups, expand
 from gymloop.rollouts.trajectory import Failure, Trajectory
@@ -109,7 +113,7 @@ async def test_a_group_of_good_rollouts():
     assert first.seconds > 0
 
 
-async def test_one_flaky_environment_costs_only_its_own_rollouts():
+async def test_f13_one_flaky_environment_costs_only_its_own_rollouts():
     """F13 with the faults that an in-process environment can have: X group and Y group, four rollouts each."""
     rows = {
         ("x", 0): flaky("X0", reward=1.0),
@@ -138,6 +142,8 @@ async def test_one_flaky_environment_costs_only_its_own_rollouts():
     assert {f.kind for f in failures.values()} == {"infra"}
     assert {f.where for f in failures.values()} == {"environment flaky, verify"}
     assert {f.attempt for f in failures.values()} == {2}
+    causes = {f"{group}{sample}": f.cause for (group, sample), f in failures.items()}
+    assert causes == {"x2": "raised", "x3": "timeout", "y0": "bad_reply", "y1": "bad_reply"}
     assert not any(hasattr(f, "reward") for f in failures.values())
     assert "RuntimeError: boom" in failures["x", 2].reason
     assert "no answer within 0.5 s" in failures["x", 3].reason
@@ -150,7 +156,7 @@ async def test_one_flaky_environment_costs_only_its_own_rollouts():
     assert log["X0"] == ["seed", "verify", "close"]
 
 
-async def test_when_every_rollout_fails_the_groups_hold_only_failures():
+async def test_f13_when_every_rollout_fails_the_groups_hold_only_failures():
     tasks = expand([("a", flaky("p", seed=("raise", 99)))], 4)
     async with collecting({"p": ["end"]}) as (collector, _):
         (group,) = await collector.gather(tasks)
@@ -159,12 +165,13 @@ async def test_when_every_rollout_fails_the_groups_hold_only_failures():
     assert all(f.where == "environment flaky, seed_session" for f in group.failures)
 
 
-async def test_a_data_error_is_not_retried():
+async def test_a13_a_bad_row_costs_itself_and_is_not_retried():
     async with collecting({"p": ["end"]}) as (collector, _):
         (group,) = await collector.gather(expand([("a", flaky("p", verify=("data", 99)))], 1))
         log = log_of(collector, "flaky")
     (failure,) = group.failures
     assert (failure.kind, failure.reason, failure.attempt) == ("data", "row has no answer", 0)
+    assert failure.party == "environment flaky"
     assert log["p"] == ["seed", "verify", "close"]
 
 
@@ -212,7 +219,7 @@ async def test_a_model_failure_is_retried_from_a_new_session():
     assert [entry[0] for entry in log] == ["seed", "wx", "close", "seed", "wx", "verify", "close"]
 
 
-async def test_a_dead_model_is_named_by_its_url():
+async def test_a13_a_dead_model_is_named_by_its_url():
     scripts = {"p": [Say(status=500, raw=b'{"error": "engine died"}')]}
     async with collecting(scripts) as (collector, _):
         (group,) = await collector.gather(expand([("a", weather_row("p"))], 1))
@@ -238,7 +245,7 @@ async def test_concurrency_is_bounded_and_used():
     assert model.most_in_flight == 3
 
 
-async def test_records_come_as_they_finish():
+async def test_a14_records_come_as_they_finish():
     scripts = {"slow": [Say("end", delay=0.3)], "fast": ["end"]}
     tasks = [RolloutTask("a", 0, weather_row("slow")), RolloutTask("b", 0, weather_row("fast"))]
     async with collecting(scripts) as (collector, _):
@@ -283,7 +290,7 @@ async def test_a_session_that_fails_to_close_changes_nothing(caplog):
     assert "environment weather, close: OSError: stuck" in caplog.text
 
 
-async def test_two_tasks_of_one_id_are_refused():
+async def test_a14_two_tasks_of_one_id_are_refused():
     async with collecting({}) as (collector, _):
         with pytest.raises(GymloopError, match="rollout a/0 appears 2 times"):
             await collector.gather([RolloutTask("a", 0, {}), RolloutTask("a", 0, {})])
@@ -293,7 +300,7 @@ def trajectory(group_id, sample_id, reward=0.0):
     return Trajectory(group_id, sample_id, 0, (), reward)
 
 
-def test_groups_are_assembled_by_id_whatever_the_arrival():
+def test_a14_groups_are_assembled_by_id_whatever_the_arrival():
     tasks = expand([("b", {}), ("a", {})], 2)
     failure = Failure("a", 1, 2, "infra", "r", "w")
     groups = assemble_groups(tasks, [trajectory("b", 1), failure, trajectory("b", 0), trajectory("a", 0)])
@@ -310,6 +317,98 @@ def test_groups_are_assembled_by_id_whatever_the_arrival():
         ([trajectory("a", 0), trajectory("a", 1), trajectory("c", 0)], "rollout c/0 was never asked for"),
     ],
 )
-def test_missing_duplicate_and_foreign_records_are_errors(rollouts, said):
+def test_a14_missing_duplicate_and_foreign_records_are_errors(rollouts, said):
     with pytest.raises(GymloopError, match=said):
         assemble_groups(expand([("a", {})], 2), rollouts)
+
+
+async def test_a14_any_order_of_completion_gives_the_same_groups():
+    """Every rollout says its own name; delays make them finish in six different orders."""
+    names = ["a", "b", "c"]
+    for delays in itertools.permutations((0.0, 0.04, 0.08)):
+        scripts = {name: [Say(f"this is {name}", delay=delay)] for name, delay in zip(names, delays, strict=True)}
+        tasks = [RolloutTask(name, 7, weather_row(name)) for name in random.Random(0).sample(names, 3)]
+        async with collecting(scripts) as (collector, _):
+            groups = await collector.gather(tasks)
+        assert [group.group_id for group in groups] == names
+        for group in groups:
+            (trajectory,) = group.trajectories
+            assert trajectory.group_id == group.group_id
+            assert trajectory.sample_id == 7
+            assert trajectory.output[-1]["content"][0]["text"] == f"this is {group.group_id}"
+
+
+async def test_a13_one_bad_row_of_many_leaves_the_others_as_they_are():
+    scripts = {"good": ["end"], "long": [Say(status=400, raw=b'{"error": {"code": "context_length_exceeded"}}')]}
+    rows = [("a", weather_row("good")), ("b", weather_row("long")), ("c", weather_row("good"))]
+    async with collecting(scripts) as (collector, model):
+        a, b, c = await collector.gather(expand(rows, 2))
+    assert (len(a.trajectories), len(b.trajectories), len(c.trajectories)) == (2, 0, 2)
+    assert {(f.kind, f.cause, f.attempt) for f in b.failures} == {("data", "too_long", 0)}
+    assert len(model.requests) == 6, "a prompt that is too long is not asked for again"
+
+
+@pytest.mark.parametrize(
+    ("script", "max_turns", "truncated"),
+    [
+        (["end"], 4, False),
+        ([Say("end", finish="length")], 4, True),
+        ([GOOD, Say("end", finish="length")], 4, True),
+        ([GOOD, GOOD, "end"], 4, False),
+        ([GOOD, GOOD, "end"], 2, True),
+        (["x" * 63], 4, False),  # with its end token exactly the 64 that were allowed
+    ],
+)
+async def test_a15_truncation_is_what_the_finish_reasons_say_and_no_count_of_tokens(script, max_turns, truncated):
+    async with collecting({"p": script}, max_turns=max_turns) as (collector, _):
+        (group,) = await collector.gather(expand([("a", weather_row("p"))], 1))
+    (trajectory,) = group.trajectories
+    assert trajectory.truncated is truncated
+    by_reason = any(turn.finish_reason == "length" for turn in trajectory.turns)
+    assert truncated is (by_reason or max_turns == 2)
+
+
+class Leaving(Environment):
+    """Ends its task or its process from inside, as libraries do that were not written for this."""
+
+    def __init__(self, how):
+        self.how = how
+
+    async def verify(self, response):
+        if self.how == "cancel":
+            raise asyncio.CancelledError
+        if self.how == "tool error":
+            raise ToolError("only a tool may say this")
+        sys.exit(3)
+
+    def close(self):
+        raise ToolError("nor close")
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("cancel", "CancelledError that nobody asked for"),
+        ("exit", "SystemExit: 3"),
+        ("tool error", "ToolError: only a tool may say this"),
+    ],
+)
+async def test_f13_an_environment_that_leaves_costs_its_rollout_and_not_the_step(how, said):
+    async with collecting({"p": ["end"]}) as (collector, _):
+        collector.sources["leaving"] = InProcessSource("leaving", Leaving, {"how": how})
+        bad, good = await collector.gather(
+            [RolloutTask("a", 0, row("p", [], "leaving")), RolloutTask("b", 0, weather_row("p"))]
+        )
+    (failure,) = bad.failures
+    assert (failure.kind, failure.cause, failure.where) == ("infra", "raised", "environment leaving, verify")
+    assert said in failure.reason
+    assert len(good.trajectories) == 1
+
+
+def test_a_failure_says_once_who_failed():
+    named = Failure("a", 0, 2, "infra", "environment toy, verify: boom", "environment toy, verify")
+    assert str(named) == "environment toy, verify: boom"
+    assert (
+        str(Failure("a", 0, 2, "data", "no answer", "environment toy, verify")) == "environment toy, verify: no answer"
+    )
+    assert str(Failure("a", 0, 2, "infra", "http://h/v1: 500", "model http://h/v1")) == "http://h/v1: 500"

@@ -1,7 +1,6 @@
 """The startup graph: overlap, first failure, deadlines, teardown (acceptance behaviours A2, A3, A4)."""
 
 import asyncio
-import ctypes
 import signal
 import subprocess
 import sys
@@ -13,6 +12,7 @@ import pytest
 
 from gymloop.errors import ConfigError, DataError
 from gymloop.startup import StartupError, Task, run_graph
+from gymloop.startup.graph import CANCEL_S
 
 
 def sleeper(name, seconds, needs=(), log=None, deadline_s=5.0, error=None):
@@ -243,7 +243,8 @@ async def test_a_task_that_ignores_cancellation_is_named_and_left_and_what_it_st
     began = time.monotonic()
     with pytest.raises(StartupError, match="'engine'") as caught:
         await run_graph(tasks)
-    assert 1.0 <= time.monotonic() - began < 2.0
+    seconds = time.monotonic() - began
+    assert seconds >= CANCEL_S
     assert caught.value.__notes__ == ["startup task 'policy' ignored its cancellation and was abandoned"]
     release.set()
     for _ in range(100):
@@ -265,30 +266,6 @@ async def test_work_in_a_thread_does_not_delay_the_failure_and_its_late_result_i
     assert time.monotonic() - began < 1.0
     release.set()
     assert await asyncio.to_thread(undone.wait, 5)
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="PR_SET_PDEATHSIG is Linux's")
-async def test_a_process_bound_to_the_thread_that_started_it_lives_until_the_graph_is_closed():
-    def die_with_the_thread():
-        pr_set_pdeathsig = 1
-        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL, 0, 0, 0)
-
-    def start():
-        return subprocess.Popen(["sleep", "60"], preexec_fn=die_with_the_thread)
-
-    async def run(context):
-        return await context.in_thread(start)
-
-    started = await run_graph([Task("ray", run, deadline_s=5)])
-    child = started.results["ray"]
-    try:
-        await asyncio.sleep(0.3)
-        assert child.poll() is None
-        await started.close(5)
-        assert await asyncio.to_thread(child.wait, 5) == -signal.SIGKILL
-    finally:
-        child.kill()
-        child.wait()
 
 
 async def test_a_thread_that_outlives_its_task_says_nothing_more():

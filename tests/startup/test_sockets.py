@@ -8,6 +8,7 @@ import pytest
 
 from gymloop.errors import ConfigError
 from gymloop.startup import hold_socket
+from gymloop.startup.holders import listeners
 
 
 def listener(host="127.0.0.1", reuse=False, family=socket.AF_INET):
@@ -118,3 +119,20 @@ def test_processes_started_together_get_different_ports():
 def test_a_range_or_host_that_cannot_work_is_refused(low, high, host, message):
     with pytest.raises(ConfigError, match=message):
         hold_socket(low, high, host)
+
+
+def test_a_range_that_is_full_names_who_holds_it():
+    program = (
+        "import sys; from gymloop.startup import hold_socket; s = [hold_socket(24100, 24102) for _ in range(3)];"
+        "print('held', flush=True); sys.stdin.read()"
+    )
+    child = subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    try:
+        assert child.stdout.readline() == "held\n"
+        with pytest.raises(ConfigError) as caught:
+            hold_socket(24100, 24102)
+    finally:
+        child.communicate(timeout=10)
+    assert "no free port between 24100 and 24102 on 127.0.0.1: all 3 are taken, by " in str(caught.value)
+    assert f"(pid {child.pid})" in str(caught.value)
+    assert listeners(24100, 24102) == {}, "the child has ended"

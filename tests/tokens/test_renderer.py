@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from gymloop.errors import ConfigError, DataError
-from gymloop.tokens import BridgeError, ConversationError, Renderer, parse
-from toys import OK_ID, text_ids
+from gymloop.tokens import BridgeError, ConversationError, Renderer
+from gymloop.tokens.tool_calls import ToolCall
+from toys import FAMILIES, OK_ID, text_ids
 
 USER = {"role": "user", "content": "Weather in Oslo?"}
 TOOL = {"role": "tool", "content": "4C, rain"}
@@ -142,7 +143,8 @@ def test_bad_arguments_in_history_are_one_sentence_not_a_crash(toy, q):
 
 def test_what_the_template_writes_the_parser_reads(q):
     ids, sampled = q.demonstration([USER, CALL])
-    (call,) = parse(q.said([ids[i] for i in sampled])).tool_calls
+    (call,) = q.reader.read(q.said([ids[i] for i in sampled])).tool_calls
+    assert isinstance(call, ToolCall)
     assert (call.name, call.arguments) == ("wx", '{"city": "Oslo"}')
 
 
@@ -188,3 +190,121 @@ def test_end_tokens_come_from_config_tokenizer_and_template(toy, tmp_path):
     assert Renderer.load(toy("l")).end_token_ids == (1, 4, 5)
     # The generation config is silent about <|eot_id|>, yet the template closes turns with it.
     assert Renderer.load(toy("l"), end_token_ids=()).end_token_ids == (1, 5)
+
+
+# F01, its whole kind: every family, every end, a turn whole or cut
+
+
+@pytest.mark.parametrize("family", [name for name, family in FAMILIES.items() if family.template])
+@pytest.mark.parametrize("cut", [False, True])
+def test_f01_what_stands_between_turns_is_the_templates(toy, family, cut):
+    renderer = Renderer.load(toy(family))
+    said = {"role": "assistant", "content": "It rains."}
+    whole = renderer.render([USER, said, USER])
+    before = renderer.render([USER, said], add_generation_prompt=False)
+    at = max(i for i, token in enumerate(before) if token in FAMILIES[family].end_ids)
+    text = renderer._tokenizer.encode("It rains.", add_special_tokens=False)
+    prefix = (*renderer.render([USER]), *text, *(() if cut else (whole[at],)))
+    ids = renderer.extend(prefix, [USER])
+    assert ids[: len(prefix)] == prefix
+    # The end token is sampled or the template's, once; behind it stands what a full rendering writes there.
+    assert ids[len(renderer.render([USER])) + len(text) :] == whole[at:]
+
+
+def test_f01_parallel_results_follow_in_the_order_they_were_sent(q):
+    two = {"role": "assistant", "tool_calls": [*CALL["tool_calls"], {"id": "d", "function": CALL_FUNCTION}]}
+    prompt = q.render([USER])
+    exact = (*prompt, *text_ids(CALL_TEXT * 2), 2)
+    other = TOOL | {"content": "19C"}
+    for results in ([TOOL, other], [other, TOOL]):
+        assert q.extend(exact, results) == q.render([USER, two, *results])
+
+
+def test_a_tool_result_that_needs_a_call_before_it_is_bridged(toy):
+    s = Renderer.load(toy("s"))
+    with pytest.raises(ConversationError, match="must answer a call"):
+        s.render([USER, {"role": "assistant", "content": "x"}, TOOL])
+    results = [TOOL | {"tool_call_id": "a"}, TOOL | {"content": "19C"}]
+    exact = (*s.render([USER]), *s._tokenizer.encode("[TOOL_CALLS] wx {}", add_special_tokens=False), 2)
+    assert s.decode(s.extend(exact, results)[len(exact) :]) == (
+        "[TOOL_RESULTS] 4C, rain [/TOOL_RESULTS][TOOL_RESULTS] 19C [/TOOL_RESULTS]"
+    )
+    assert s.decode(s.extend(exact[:-1], results)[len(exact) - 1 :]).startswith("</s>[TOOL_RESULTS]")
+
+
+@pytest.mark.parametrize("text", ["Zürich 東京", "\U0001f469\u200d\U0001f52c", "e\u0301", "a\u2028b", "\x00\x7f"])
+@pytest.mark.parametrize("family", ["q", "s"])
+def test_unicode_and_byte_fallback_come_back_as_they_went_in(toy, family, text):
+    renderer = Renderer.load(toy(family))
+    ids = renderer.render([{"role": "user", "content": text}])
+    assert text in renderer.decode(ids)
+    sampled = renderer._tokenizer.encode(text, add_special_tokens=False)
+    assert renderer.said((*sampled, renderer.end_token_ids[0])) == text
+
+
+# Provenance
+
+
+def labelled(renderer, messages, tools=None):
+    """The text of each run of a rendered prompt."""
+    ids = renderer.render(messages, tools)
+    result, start = [], 0
+    for label, count in renderer.provenance(ids, messages, tools):
+        result.append((label, renderer.decode(ids[start : start + count])))
+        start += count
+    assert start == len(ids)
+    return result
+
+
+def texts(runs, label="environment"):
+    return [text for name, text in runs if name == label]
+
+
+def test_what_the_template_writes_and_what_messages_say_are_told_apart(q):
+    assert labelled(q, [USER, CALL, TOOL]) == [
+        ("template", "<|im_start|>user\n"),
+        ("environment", "Weather in Oslo?"),
+        ("template", '<|im_end|>\n<|im_start|>assistant\n\n<tool_call>\n{"name": "'),
+        ("environment", "wx"),
+        ("template", '", "arguments": {"city": "'),
+        ("environment", "Oslo"),
+        ("template", '"}}\n</tool_call><|im_end|>\n<|im_start|>user\n<tool_response>\n'),
+        ("environment", "4C, rain"),
+        ("template", "\n</tool_response><|im_end|>\n<|im_start|>assistant\n"),
+    ]
+
+
+@pytest.mark.parametrize("family", ["q", "l", "n", "g", "m", "s"])
+def test_the_same_word_in_template_and_message_is_told_apart(toy, family):
+    runs = labelled(Renderer.load(toy(family)), [{"role": "user", "content": "user"}])
+    assert texts(runs) == ["user"]
+
+
+def test_control_text_and_private_characters_in_a_message_are_environment(q):
+    text = "\ue000<|im_end|>\ue001 <|im_start|>"
+    assert texts(labelled(q, [{"role": "user", "content": text}])) == [text]
+
+
+def test_white_space_that_a_template_trims_is_no_token(toy):
+    runs = labelled(Renderer.load(toy("g")), [{"role": "user", "content": "  two words \n"}])
+    assert texts(runs) == ["two words"]
+
+
+def test_text_that_a_template_cuts_is_found(q):
+    said = {"role": "assistant", "content": "<think>\nsearch it\n</think>\n\n4C."}
+    assert texts(labelled(q, [USER, said, USER])) == ["Weather in Oslo?", "4C.", "Weather in Oslo?"]
+
+
+def test_descriptions_of_tools_are_environment_and_their_syntax_is_not(q):
+    tools = [{"type": "function", "function": {"name": "wx", "description": "Tell <|im_end|> it", "parameters": {}}}]
+    assert texts(labelled(q, [USER], tools)) == ["Tell <|im_end|> it", "Weather in Oslo?"]
+
+
+def test_a_template_that_reads_its_messages_closely_gives_no_provenance_rather_than_a_wrong_one(toy):
+    template = "{% for m in messages %}{{ m.content | length }}{{ m.content }}<|im_end|>{% endfor %}"
+    renderer = Renderer.load(toy("q"), template)
+    assert renderer.provenance(renderer.render([USER]), [USER]) is None
+
+
+def test_bytes_of_one_character_share_its_provenance(toy):
+    assert texts(labelled(Renderer.load(toy("s")), [{"role": "user", "content": "ü"}])) == ["ü"]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from gymloop.tokens import Renderer, parse
+from gymloop.tokens import Renderer
 from toys import text_ids
 
 TEMPLATE = Path(__file__).parents[2] / "recipes" / "smollm2_tools.jinja"
@@ -70,7 +70,7 @@ def test_a_demonstration_is_read_back_and_bridged(toy):
         '<tool_call>{"name": "calculate", "arguments": {"expression": "473 * 18"}}</tool_call><|im_end|>'
         "Answer: 8288<|im_end|>"
     )
-    (call,) = parse(said.partition("<|im_end|>")[0]).tool_calls
+    (call,) = renderer.reader.read(said.partition("<|im_end|>")[0]).tool_calls
     assert (call.name, call.arguments) == ("calculate", '{"expression": "473 * 18"}')
     messages = [USER, CALL, tool, {"role": "assistant", "content": "Answer: 8288"}]
     assert (*ids, *text_ids("\n")) == renderer.render(messages, TOOLS, add_generation_prompt=False)

@@ -32,7 +32,7 @@ from gymloop.algorithms.batch import TrainBatch, TrainSequence
 from gymloop.algorithms.weighting import weigh
 from gymloop.config.schema import Grpo, Loss, Rollouts
 from gymloop.errors import DataError
-from gymloop.rollouts.trajectory import FailureKind, Group, Rollout, Trajectory, segments
+from gymloop.rollouts.trajectory import Failure, FailureKind, Group, Rollout, Trajectory, segments
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,8 @@ def prepare_batch(groups: Sequence[Group], grpo: Grpo, loss_fn: Loss, rollouts: 
 
     Its metrics are those of ``rollout_metrics`` and
 
-    * ``groups/kept``, ``groups/dropped``, ``signal/zero_groups`` (kept, all rewards equal): counts
+    * ``groups/kept``, ``groups/short`` (of finished rollouts; they are dropped), ``groups/dropped``,
+      ``signal/zero_groups`` (kept, all rewards equal): counts
     * ``tokens/trained`` (carry loss), ``tokens/batch`` (forward and backward): counts; ``segments/per_rollout`` over
       trained rollouts, above 1 where histories were rewritten
     * ``advantages/min``, ``advantages/max`` over kept rollouts
@@ -107,6 +108,7 @@ def prepare_batch(groups: Sequence[Group], grpo: Grpo, loss_fn: Loss, rollouts: 
     metrics = _rollout_metrics(groups, grpo.num_generations_per_prompt)
     metrics |= {
         "groups/kept": float(len(kept)),
+        "groups/short": float(len(dropped)),
         "groups/dropped": float(len(dropped)),
         "signal/zero_groups": float(sum(is_zero_signal([t.reward for t in group.trajectories]) for group in kept)),
         "tokens/trained": float(batch.num_trained),
@@ -214,8 +216,7 @@ def _shortage(group: Group, minimum: int) -> str:
     if group.failures:
         kinds = Counter(failure.kind for failure in group.failures)
         counts = ", ".join(f"{kinds[kind]} {kind}" for kind in sorted(kinds))
-        first = group.failures[0]
-        reason += f"; failed: {counts}; first: {first.where}: {first.reason}"
+        reason += f"; failed: {counts}; first: {group.failures[0]}"
     return reason
 
 
@@ -272,6 +273,7 @@ def _rollout_metrics(groups: Sequence[Group], group_size: int) -> dict[str, floa
         "rollouts/truncated": float(sum(trajectory.truncated for trajectory in finished)),
         "rollouts/missing": float(missing),
         **{f"failures/{kind}": float(kinds[kind]) for kind in get_args(FailureKind)},
+        "failures/attempts": float(_failed_attempts(finished, failures)),
         "tokens/sampled": float(sum(len(turn.sampled_ids) for trajectory in finished for turn in trajectory.turns)),
     }
     if not finished:
@@ -298,6 +300,11 @@ def _rollout_metrics(groups: Sequence[Group], group_size: int) -> dict[str, floa
         "tools/rollouts_with_calls": sum(trajectory.tool_calls > 0 for trajectory in finished) / len(finished),
         "turns/mean": mean(len(trajectory.turns) for trajectory in finished),
     }
+
+
+def _failed_attempts(finished: Sequence[Trajectory], failures: Sequence[Failure]) -> int:
+    """Attempts that ended without a verdict, those before a verdict included."""
+    return sum(trajectory.attempt for trajectory in finished) + sum(failure.attempt + 1 for failure in failures)
 
 
 def _rollout_of(sequence: TrainSequence) -> tuple[str, int]:

@@ -1,8 +1,8 @@
 """``gymloop VERB``: parse, run the verb's module, and end with one message and an exit code that says who must act.
 
-0 done, 1 a failure that is not the caller's, 2 the recipe or the command line is wrong, 130 interrupted. No verb's
-module is imported before it is chosen, so ``check`` and ``--help`` load neither torch nor ray. ``GYMLOOP_DEBUG=1``
-shows tracebacks.
+0 done, 1 a failure that is not the caller's, 2 the recipe or the command line is wrong, 75 a run that saved and ended
+in time, 130 interrupted. No verb's module is imported before it is chosen, so ``check`` and ``--help`` load neither
+torch nor ray. ``GYMLOOP_DEBUG=1`` shows tracebacks.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 
 from gymloop import __version__
 from gymloop.config.nearest import did_you_mean
+from gymloop.config.secrets import masked_override
 from gymloop.errors import ConfigError, GymloopError
 
 
@@ -28,9 +29,10 @@ class _Parser(argparse.ArgumentParser):
         super().__init__(**{"allow_abbrev": False, **kwargs})
 
     def error(self, message: str) -> NoReturn:
-        choice = re.search(r"invalid choice: '([^']*)' \(choose from (.*)\)", message)
+        choice = re.search(r"argument (\S+): invalid choice: '([^']*)' \(choose from (.*)\)", message)
         if choice:
-            message = f"unknown verb {choice[1]!r}{did_you_mean(choice[1], re.findall(r'[a-z]+', choice[2]))}"
+            what = f"{choice[1]}: unknown value" if choice[1].startswith("-") else "unknown verb"
+            message = f"{what} {choice[2]!r}{did_you_mean(choice[2], re.findall(r'[a-z0-9]+', choice[3]))}"
         print(f"gymloop: {message}; see `{self.prog} --help`", file=sys.stderr)
         raise SystemExit(2)
 
@@ -45,6 +47,61 @@ def _add_recipe(parser: argparse.ArgumentParser) -> None:
     )
 
 
+class _Keys(argparse.Action):
+    """Like ``--help``: needs no recipe."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        from gymloop.config.keys import reference
+
+        print(reference())
+        parser.exit()
+
+
+def _add_serve(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", metavar="MODEL", help="a model folder or a Hugging Face id")
+    parser.add_argument(
+        "--host", metavar="HOST", default="127.0.0.1", help="address to listen on (default: %(default)s)"
+    )
+    parser.add_argument("--port", metavar="PORT", type=_port, default=8000, help="0 takes any (default: %(default)s)")
+    parser.add_argument("--served-model-name", metavar="NAME", help="the name that clients give; MODEL by default")
+    parser.add_argument("--chat-template", metavar="FILE", help="Jinja file, instead of the model's own template")
+    parser.add_argument(
+        "--tool-parser", metavar="NAME", default="hermes", help="how calls are read (default: %(default)s)"
+    )
+    parser.add_argument("--tool-parser-plugin", metavar="FILE", help="Python file that defines further tool parsers")
+    parser.add_argument(
+        "--reasoning-parser", metavar="NAME", help="how reasoning is told from the answer; none by default"
+    )
+    parser.add_argument("--reasoning-parser-plugin", metavar="FILE", help="Python file that defines further ones")
+    parser.add_argument(
+        "--max-model-len",
+        metavar="N",
+        type=_count,
+        help="prompt and answer together, tokens; the model's own by default",
+    )
+    parser.add_argument(
+        "--max-batch-size", metavar="N", type=_count, help="requests decoded together; by default what memory allows"
+    )
+    parser.add_argument("--precision", choices=("auto", "float32", "bfloat16"), default="auto")
+    parser.add_argument(
+        "--device", metavar="DEVICE", default="auto", help="as torch names it; a GPU by default, if any"
+    )
+    parser.add_argument("--verbose", action="store_true", help="log debug messages, among them a line a request")
+    parser.epilog = "The environment variable GYMLOOP_API_KEY, where it is set, is the key that clients must send."
+
+
+def _port(text: str) -> int:
+    if not text.isdecimal() or int(text) > 65535:
+        raise argparse.ArgumentTypeError(f"{text!r} is no port; expected 0 to 65535")
+    return int(text)
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return int(text)
+
+
 def build_parser() -> argparse.ArgumentParser:
     """Every verb with its arguments; ``module`` is what runs it."""
     parser = _Parser(prog="gymloop", description="Reinforcement learning of LLM agents in gyms.")
@@ -53,6 +110,10 @@ def build_parser() -> argparse.ArgumentParser:
 
     check = verbs.add_parser("check", help="say everything that is wrong with a recipe, starting nothing")
     _add_recipe(check)
+    check.add_argument("--resolved", action="store_true", help="print the recipe as YAML with everything settled")
+    check.add_argument("--explain", action="store_true", help="print derived values with their origin, and the startup")
+    check.add_argument("--deep", action="store_true", help="also load tokenizer and environments, and render all rows")
+    check.add_argument("--keys", action=_Keys, nargs=0, help="print every key of a recipe, and exit")
     check.set_defaults(module="gymloop.cli.check")
 
     train = verbs.add_parser("train", help="train the policy of a recipe")
@@ -62,6 +123,10 @@ def build_parser() -> argparse.ArgumentParser:
     train.add_argument("--sequential", action="store_true", help="start one task after another, to compare")
     train.set_defaults(module="gymloop.cli.train")
 
+    serve = verbs.add_parser("serve", help="serve a model behind an OpenAI-compatible URL")
+    _add_serve(serve)
+    serve.set_defaults(module="gymloop.cli.serve")
+
     models = verbs.add_parser("models", help="models on this machine")
     deeds = models.add_subparsers(title="deeds", metavar="DEED", dest="deed", required=True, parser_class=_Parser)
     fetch = deeds.add_parser("fetch", help="get a model ahead of a run and print its folder")
@@ -70,13 +135,27 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _options(parser: argparse.ArgumentParser) -> set[str]:
+    """Every option of a parser and of the verbs below it."""
+    found: set[str] = set()
+    for action in parser._actions:
+        found.update(action.option_strings)
+        if isinstance(action, argparse._SubParsersAction):
+            for verb in action.choices.values():
+                found |= _options(verb)
+    return found
+
+
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """Arguments of one call; overrides may stand before and after options."""
     parser = build_parser()
     args, rest = parser.parse_known_args(argv)
     unknown = [word for word in rest if word.startswith("-") or not hasattr(args, "overrides")]
     if unknown:
-        options = ("--run", "--resume", "--sequential", "--help", "--version")
+        if "=" in unknown[0] and hasattr(args, "overrides"):
+            shown = masked_override(unknown[0])
+            parser.error(f"unknown argument {shown!r}; an override has no dashes: {shown.lstrip('-')}")
+        options = sorted(option for option in _options(parser) if option.startswith("--"))
         parser.error(f"unknown argument {unknown[0]!r}{did_you_mean(unknown[0], options)}")
     if rest:
         args.overrides.extend(rest)
@@ -86,11 +165,13 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
     try:
-        args = parse(sys.argv[1:] if argv is None else argv)
-    except SystemExit as end:  # argparse's way of ending: 0 after --help, 2 after a message
-        return int(end.code or 0)
-    try:
-        return int(importlib.import_module(args.module).run(args))
+        try:
+            args = parse(sys.argv[1:] if argv is None else argv)
+        except SystemExit as end:  # argparse's way of ending: 0 after --help, 2 after a message
+            return int(end.code or 0)
+        code = int(importlib.import_module(args.module).run(args))
+        sys.stdout.flush()
+        return code
     except GymloopError as error:
         if os.environ.get("GYMLOOP_DEBUG") == "1":
             traceback.print_exc()
@@ -99,6 +180,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("gymloop: interrupted", file=sys.stderr)
         return 130
+    except BrokenPipeError:  # whoever read the output has seen enough, as in `gymloop check ... | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
 
 
 if __name__ == "__main__":

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import signal
 from pathlib import Path
+from types import FrameType
+from typing import NoReturn
 
 from gymloop.config.load import load_recipe
 from gymloop.config.plan import Plan, compile_plan
@@ -13,6 +16,8 @@ from gymloop.errors import ConfigError
 
 def run(args: argparse.Namespace) -> int:
     """Train; returns the exit code."""
+    for number in (signal.SIGINT, signal.SIGTERM):  # until the run has handlers of its own
+        signal.signal(number, _end)
     recipe = load_recipe(args.recipe, args.overrides)
     name = args.run
     plan = compile_plan(recipe, args.recipe, name)
@@ -21,6 +26,11 @@ def run(args: argparse.Namespace) -> int:
     from gymloop.training.train import train
 
     return asyncio.run(train(plan, resume=args.resume, sequential=args.sequential))
+
+
+def _end(number: int, frame: FrameType | None) -> NoReturn:
+    # Not KeyboardInterrupt: raised while a dataclass is being made, that ends Python by the signal, whoever catches it.
+    raise SystemExit(128 + number)
 
 
 def latest_run(plan: Plan) -> str:

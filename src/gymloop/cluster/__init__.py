@@ -1,1 +1,1 @@
-"""Where workers live: Ray actors on a cluster, or objects in this process."""
+"""Where workers live, Ray actors or objects in this process, and how their failure is noticed."""

@@ -48,11 +48,13 @@ class RayCluster:
     def disconnect(self) -> None:
         """Leave the cluster; one that was started here ends. Safe to call twice, and from any thread.
 
+        One that is still being started cannot be told to stop: it ends as soon as it is up, or with this process.
+
         Raises:
             InfraError: Ray did not end within 20 s.
         """
         self._leave.set()
-        if self._thread.ident is None:
+        if not self._connected.is_set():
             return
         self._thread.join(DISCONNECT_LIMIT_S)
         if self._thread.is_alive():

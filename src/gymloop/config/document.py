@@ -39,6 +39,9 @@ for _tag, _pattern, _first in (
         f"tag:yaml.org,2002:{_tag}", re.compile(f"^(?:{_pattern})$"), [*_first, *([""] if _tag == "null" else [])]
     )
 
+IMPLICIT_RESOLVERS = _Loader.yaml_implicit_resolvers
+"""By first character: which plain words are something else than text, as (tag, pattern)."""
+
 
 @dataclass(slots=True)
 class Document:
@@ -48,11 +51,29 @@ class Document:
         value: dicts, lists, text, numbers, booleans, None; None when the text cannot be parsed at all.
         positions: ``source:line`` of every key and list item.
         problems: duplicate keys, syntax errors and the like.
+        expressions: keys whose value was computed from ``${...}``, with that text.
+        from_environment: those of them that hold something of the environment.
+        unresolved: keys whose ``${...}`` has no value; a problem says why, here or at what it refers to.
+        hidden: values that no message may show, with what stands for them.
     """
 
     value: Any = None
     positions: dict[KeyPath, str] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
+    expressions: dict[KeyPath, str] = field(default_factory=dict)
+    from_environment: dict[KeyPath, str] = field(default_factory=dict)
+    unresolved: set[KeyPath] = field(default_factory=set)
+    hidden: dict[str, str] = field(default_factory=dict)
+
+    def file_of(self, path: KeyPath) -> str | None:
+        """The file that gives a key, as messages name it; None for an override or a key that nobody gives."""
+        match = re.fullmatch(r"(.*):[0-9]+", self.positions.get(path, ""), re.DOTALL)
+        return match[1] if match and not match[1].startswith("override ") else None
+
+    def forget(self, path: KeyPath) -> None:
+        """Drop what is known about where a key and everything in it stands."""
+        for known in [known for known in self.positions if known[: len(path)] == path]:
+            del self.positions[known]
 
 
 def parse(text: str, source: str) -> Document:
@@ -147,6 +168,14 @@ class _Reader:
 
     def line(self, node: yaml.Node) -> str:
         return f"{self.source}:{node.start_mark.line + 1}"
+
+
+def read_scalar(text: str) -> Any:
+    """A word as the recipe would read it: number, boolean, null, or text where it is none of these."""
+    for tag, pattern in IMPLICIT_RESOLVERS.get(text[:1], []):
+        if pattern.match(text) and not tag.endswith("merge"):
+            return _Reader(Document(), "").scalar(yaml.ScalarNode(tag, text), ())
+    return text
 
 
 def _to_float(text: str) -> float:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from gymloop.config.rules import is_template_file
+from gymloop.config.paths import is_template_file
 from gymloop.config.schema import DataSource, Generation, Recipe
 from gymloop.errors import ConfigError
 
@@ -105,6 +105,8 @@ class Plan:
         train: training rows.
         validation: validation rows, if any.
         sft_data_path: demonstrations of the warm-up, absolute; None asks the environment's solver.
+        tool_parser_plugin: absolute; None where only built-in parsers are used.
+        reasoning_parser_plugin: likewise.
     """
 
     recipe: Recipe
@@ -127,6 +129,8 @@ class Plan:
     train: RowSource
     validation: RowSource | None
     sft_data_path: Path | None
+    tool_parser_plugin: Path | None
+    reasoning_parser_plugin: Path | None
 
 
 def compile_plan(recipe: Recipe, recipe_path: str | Path, run_name: str | None = None) -> Plan:
@@ -168,6 +172,8 @@ def compile_plan(recipe: Recipe, recipe_path: str | Path, run_name: str | None =
         train=_row_source(recipe.data.train, path.parent),
         validation=_row_source(recipe.data.validation, path.parent) if recipe.data.validation else None,
         sft_data_path=_absolute(recipe.sft_warmup.data_path, path.parent),
+        tool_parser_plugin=_absolute(recipe.policy.tokenizer.tool_parser_plugin, path.parent),
+        reasoning_parser_plugin=_absolute(recipe.policy.tokenizer.reasoning_parser_plugin, path.parent),
     )
 
 

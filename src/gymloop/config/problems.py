@@ -32,6 +32,18 @@ def dotted(path: KeyPath) -> str:
     return ".".join(str(part) for part in path)
 
 
+def mask(text: str, hidden: Mapping[str, str]) -> str:
+    """``text`` with each hidden value replaced by what stands for it.
+
+    Values of less than four characters stay: masking every ``8`` would hide what is wrong, and no secret is that short.
+    """
+    for value in sorted(hidden, key=len, reverse=True):
+        if len(value) >= 4:
+            for shape in (value, repr(value)[1:-1]):
+                text = text.replace(shape, hidden[value])
+    return text
+
+
 def locate(path: KeyPath, positions: Mapping[KeyPath, str]) -> str | None:
     """Where a key stands, or else the innermost block around it that stands somewhere."""
     for length in range(len(path), -1, -1):
@@ -40,19 +52,32 @@ def locate(path: KeyPath, positions: Mapping[KeyPath, str]) -> str | None:
     return None
 
 
-def report(problems: Sequence[Problem], source: str, positions: Mapping[KeyPath, str]) -> ConfigError:
-    """All problems as one error, a line each: ``file:line: key: what; expected ...``."""
+def report(
+    problems: Sequence[Problem], source: str, positions: Mapping[KeyPath, str], hidden: Mapping[str, str] | None = None
+) -> ConfigError:
+    """All problems as one error, a line each: ``file:line: key: what; expected ...``.
+
+    Args:
+        problems: at least one.
+        source: the recipe's file; its lines come first, then those of files it inherits, then overrides.
+        positions: where each key stands.
+        hidden: values that are not shown, with what stands for them.
+    """
     lines = []
     for problem in problems:
         where = problem.where or locate(problem.path, positions) or source
-        lines.append(": ".join(part for part in (where, dotted(problem.path), problem.text) if part))
-    lines = sorted(dict.fromkeys(lines), key=_by_line)
-    if len(lines) == 1:
-        return ConfigError(lines[0])
-    return ConfigError("\n  ".join([f"{source}: {len(lines)} problems", *lines]))
+        line = ": ".join(part for part in (where, dotted(problem.path), problem.text) if part)
+        lines.append((_order(where, source), mask(line, hidden or {})))
+    said = [line for _, line in sorted(dict.fromkeys(lines), key=lambda item: item[0])]
+    if len(said) == 1:
+        return ConfigError(said[0])
+    return ConfigError("\n  ".join([f"{source}: {len(said)} problems", *said]))
 
 
-def _by_line(line: str) -> tuple[bool, int]:
-    """Lines of the file first, in its order; then overrides as they were given (sorting is stable)."""
-    match = re.match(r"[^\n]*?:(\d+): ", line)
-    return match is None, int(match[1]) if match else 0
+def _order(where: str, source: str) -> tuple[int, str, int]:
+    """The recipe's own lines, then other files, then overrides as they were given (sorting is stable)."""
+    if where.startswith("override "):
+        return 2, "", 0
+    match = re.fullmatch(r"(.*?)(?::(\d+))?", where, re.DOTALL)
+    file, line = (match[1], int(match[2] or 0)) if match else (where, 0)
+    return (0, "", line) if file == source else (1, file, line)

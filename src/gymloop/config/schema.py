@@ -5,9 +5,10 @@ Names follow NeMo RL where it has the concept. This module imports neither torch
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr
 
 PositiveInt = Annotated[int, Field(ge=1)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
@@ -144,7 +145,7 @@ class Tokenizer(Section):
     tool_parser_plugin: str | None = None
     """Python file, relative to the recipe, that defines further tool parsers."""
     reasoning_parser: str | None = None
-    """How reasoning is told from the answer: a name from REASONING_PARSERS or the plug-in's; null leaves it in the text."""
+    """How reasoning is told from the answer: from REASONING_PARSERS or the plug-in; null leaves it in the text."""
     reasoning_parser_plugin: str | None = None
     """Python file, relative to the recipe, that defines further reasoning parsers."""
 
@@ -292,6 +293,7 @@ class Checkpointing(Section):
     """When the run is saved."""
 
     enabled: bool = True
+    """False saves nothing, not even when the run is interrupted."""
     save_period: PositiveInt = 10
     """Steps between checkpoints; the last step and an interruption save too."""
     keep_latest_k: PositiveInt = 2
@@ -314,6 +316,7 @@ class Logger(Section):
     log_dir: str = "results"
     """Runs lie in ``<log_dir>/<recipe>/<run>``."""
     tensorboard_enabled: bool = True
+    """Write metrics for TensorBoard too, beside ``metrics.jsonl``."""
 
 
 class Startup(Section):
@@ -340,6 +343,7 @@ class Cluster(Section):
     gpus_per_node: NonNegativeInt = 0
     """0 trains on the CPU."""
     num_nodes: PositiveInt = 1
+    """More than one is not available yet."""
 
 
 class Recipe(Section):
@@ -359,3 +363,16 @@ class Recipe(Section):
     cluster: Cluster = Cluster()
     deterministic: bool = False
     """Same recipe, same numbers, bit for bit, also over a resume: fixed decode shapes and noise by position; slower."""
+
+    _from_environment: dict[tuple[str | int, ...], str] = PrivateAttr(default_factory=dict)
+
+    @property
+    def from_environment(self) -> Mapping[tuple[str | int, ...], str]:
+        """Keys whose value holds something of the environment, with the ``${...}`` that people and files see."""
+        return self._from_environment
+
+    def taken(self, from_environment: Mapping[tuple[str | int, ...], str]) -> Recipe:
+        """This recipe, knowing which of its values it has from the environment."""
+        recipe = self.model_copy()
+        recipe._from_environment = dict(from_environment)
+        return recipe

@@ -1,20 +1,17 @@
 """A dense KV cache whose rows each stand at their own position, and the attention that reads it in place.
 
-One forward pass computes a *packed step*: a sequence of tokens of many rows, laid end to end in one batch row of the
-model. The first ``n`` tokens belong to rows ``0..n-1``, one each (decoding); after them come chunks of several tokens
-of one row each (prefill). Keys and values are written to each row's own positions and then read as views: neither the
-cache nor its heads are ever copied for attention. The model builds no mask; the attention here alone decides what a
-token sees, which is its own row up to and including its own position.
+One forward pass computes a *step*: tokens of one or many rows, laid end to end in one batch row of the model. Keys and
+values are written to each row's own positions and then read as views: neither the cache nor its heads are ever copied
+for attention. The model builds no mask; the step alone decides what a token sees, which is its own row up to and
+including its own position.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
-import torch.nn.functional as F
 from transformers import Cache
 
 from gymloop import compat
@@ -22,69 +19,57 @@ from gymloop.errors import ConfigError
 
 ATTENTION = "gymloop_dense"
 GROWTH = 128
-UNSUPPORTED_KEYWORDS = ("softcap", "s_aux", "position_bias")
+UNSUPPORTED_KEYWORDS = ("s_aux", "position_bias")
 
 
 @dataclass(frozen=True, slots=True)
-class Chunk:
-    """Consecutive tokens of one row: ``count`` of them from position ``start``, at ``offset`` in the packed step."""
-
-    row: int
-    start: int
-    count: int
-    offset: int
-
-
-@dataclass(slots=True)
-class PackedStep:
-    """Which row and position every token of a forward pass has.
+class ScoreRule:
+    """How a layer turns products of queries and keys into scores.
 
     Attributes:
-        decode_positions: int64 [n], position of the single token of rows ``0..n-1``.
-        chunks: the longer pieces, in packed order, after the ``n`` single tokens.
-        rows: int64 [tokens], row of every token; ``positions`` likewise.
-        longest: cache length that the decode rows need, the current token included; 0 without decode rows.
+        scaling: factor on the products.
+        window: positions a token sees, its own included; None is all before it.
+        softcap: scores become ``softcap * tanh(score / softcap)``; None leaves them.
     """
 
-    decode_positions: torch.Tensor
-    chunks: Sequence[Chunk]
-    rows: torch.Tensor
-    positions: torch.Tensor
-    longest: int
-    dtype: torch.dtype
-    _masks: dict[tuple[int | None, Chunk | None], torch.Tensor | None] = field(default_factory=dict)
-    _slots: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
+    scaling: float
+    window: int | None
+    softcap: float | None
 
-    def head_slots(self, kv_heads: int, capacity: int) -> torch.Tensor:
+    def scores(self, products: torch.Tensor) -> torch.Tensor:
+        """Scale and cap, in place, before any mask."""
+        scores = products.mul_(self.scaling)
+        return scores if self.softcap is None else scores.div_(self.softcap).tanh_().mul_(self.softcap)
+
+
+class Step(Protocol):
+    """Which row and position every token of one forward pass has, and how it attends."""
+
+    position_ids: torch.Tensor
+    """int64 [tokens]: positions as the model sees them."""
+
+    def slots(self, kv_heads: int, capacity: int) -> torch.Tensor:
         """Where the tokens lie in a buffer seen as [rows * kv_heads * capacity, dim]: int64 [kv_heads * tokens]."""
+
+    def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rule: ScoreRule) -> torch.Tensor:
+        """Attention of query [tokens, heads, dim] over buffers [rows, kv_heads, capacity, dim]; shaped like query."""
+
+
+class Slots:
+    """The slots of given rows and positions, computed once per shape of a layer's buffers."""
+
+    def __init__(self, rows: torch.Tensor, positions: torch.Tensor):
+        self._rows = rows
+        self._positions = positions
+        self._known: dict[tuple[int, int], torch.Tensor] = {}
+
+    def __call__(self, kv_heads: int, capacity: int) -> torch.Tensor:
+        """Int64 [kv_heads * tokens], as ``Step.slots`` says."""
         key = (kv_heads, capacity)
-        if key not in self._slots:
-            heads = torch.arange(kv_heads, device=self.rows.device)[:, None]
-            self._slots[key] = (((self.rows * kv_heads + heads) * capacity) + self.positions).flatten()
-        return self._slots[key]
-
-    def decode_mask(self, window: int | None) -> torch.Tensor | None:
-        """Additive mask [n, 1, 1, longest] of the decode rows; None where every row sees everything."""
-        key = (window, None)
-        if key not in self._masks:
-            kv = torch.arange(self.longest, device=self.decode_positions.device)
-            own = self.decode_positions[:, None]
-            self._masks[key] = self._additive(_visible(own, kv, window)[:, None, None, :])
-        return self._masks[key]
-
-    def chunk_mask(self, chunk: Chunk, window: int | None) -> torch.Tensor | None:
-        """Additive mask [count, start + count] of a chunk."""
-        key = (window, chunk)
-        if key not in self._masks:
-            kv = torch.arange(chunk.start + chunk.count, device=self.rows.device)
-            own = kv[chunk.start :, None]
-            self._masks[key] = self._additive(_visible(own, kv, window))
-        return self._masks[key]
-
-    def _additive(self, visible: torch.Tensor) -> torch.Tensor | None:
-        if bool(visible.all()):
-            return None
-        return torch.zeros(visible.shape, dtype=self.dtype, device=visible.device).masked_fill_(~visible, -torch.inf)
+        if key not in self._known:
+            heads = torch.arange(kv_heads, device=self._rows.device)[:, None]
+            self._known[key] = (((self._rows * kv_heads + heads) * capacity) + self._positions).flatten()
+        return self._known[key]
 
 
 class DenseCache(Cache):
@@ -100,7 +85,7 @@ class DenseCache(Cache):
         self.rows = rows
         self.max_len = max_len
         self.capacity = 0
-        self.step: PackedStep | None = None
+        self.step: Step | None = None
         self._buffers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -133,14 +118,14 @@ class DenseCache(Cache):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write the packed step's keys and values [1, kv_heads, tokens, dim] and return the layer's whole buffers."""
+        """Write the step's keys and values [1, kv_heads, tokens, dim] and return the layer's whole buffers."""
         if self.step is None:
-            raise RuntimeError("DenseCache.update outside a packed step")
+            raise RuntimeError("DenseCache.update outside a step")
         buffers = self._buffers.get(layer_idx)
         if buffers is None:
             buffers = self._buffers[layer_idx] = (self._allocate(key_states), self._allocate(value_states))
         kv_heads, tokens = key_states.shape[1:3]
-        slots = self.step.head_slots(kv_heads, self.capacity)
+        slots = self.step.slots(kv_heads, self.capacity)
         for buffer, states in zip(buffers, (key_states, value_states), strict=True):
             flat = buffer.view(self.rows * kv_heads * self.capacity, -1)
             flat.index_copy_(0, slots, states[0].reshape(kv_heads * tokens, -1))
@@ -148,9 +133,13 @@ class DenseCache(Cache):
 
     def copy_prefix(self, source: int, target: int, length: int) -> None:
         """Give row ``target`` the first ``length`` positions of row ``source``."""
+        self.copy_span(source, target, 0, length)
+
+    def copy_span(self, source: int, target: int, start: int, end: int) -> None:
+        """Give row ``target`` the positions from ``start`` to before ``end`` of row ``source``."""
         for buffers in self._buffers.values():
             for buffer in buffers:
-                buffer[target, :, :length].copy_(buffer[source, :, :length])
+                buffer[target, :, start:end].copy_(buffer[source, :, start:end])
 
     def swap(self, a: int, b: int, length_a: int, length_b: int) -> None:
         """Exchange two rows of which ``length_a`` and ``length_b`` positions are in use."""
@@ -173,10 +162,10 @@ class DenseCache(Cache):
         return torch.zeros((self.rows, old.shape[1], self.capacity, old.shape[3]), dtype=old.dtype, device=old.device)
 
 
-def _visible(own: torch.Tensor, kv: torch.Tensor, window: int | None) -> torch.Tensor:
+def visible(own: torch.Tensor, kv: torch.Tensor, window: int | None) -> torch.Tensor:
     """Causal visibility, limited to the last ``window`` positions (the token's own included) where there is one."""
-    visible = kv <= own
-    return visible if window is None else visible & (kv > own - window)
+    seen = kv <= own
+    return seen if window is None else seen & (kv > own - window)
 
 
 def dense_attention(
@@ -187,21 +176,23 @@ def dense_attention(
     attention_mask: torch.Tensor | None,
     scaling: float | None = None,
     sliding_window: int | None = None,
-    packed_step: PackedStep | None = None,
+    softcap: float | None = None,
+    dense_step: Step | None = None,
+    windows_seen: set[int | None] | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention of a packed step over whole-layer buffers, under transformers' attention interface.
-
-    Query heads that share a kv head are handled together, so keys and values are never repeated.
+    """Attention of a step over whole-layer buffers, under transformers' attention interface.
 
     Args:
         module: the attention layer.
         query: [1, heads, tokens, dim].
         key: buffer [rows, kv_heads, capacity, dim]; ``value`` likewise, its dim may differ.
-        attention_mask: None; the packed step decides visibility.
+        attention_mask: None; the step decides visibility.
         scaling: factor on the scores, None is ``dim ** -0.5``.
         sliding_window: positions a token sees, its own included.
-        packed_step: travels as a keyword argument of the model's forward.
+        softcap: as in ``ScoreRule``.
+        dense_step: travels as a keyword argument of the model's forward.
+        windows_seen: likewise; collects the windows that layers ask for.
 
     Returns:
         [1, tokens, heads, dim] and None for the weights.
@@ -210,62 +201,15 @@ def dense_attention(
         ConfigError: the layer needs something this attention does not compute.
     """
     unsupported = [name for name in UNSUPPORTED_KEYWORDS if kwargs.get(name) is not None]
-    if unsupported or packed_step is None or attention_mask is not None or not getattr(module, "is_causal", True):
+    if unsupported or dense_step is None or attention_mask is not None or not getattr(module, "is_causal", True):
         reason = (
             f"its attention uses {unsupported[0]}" if unsupported else "its attention is not plain causal attention"
         )
         raise ConfigError(f"{type(module).__name__} cannot run on the torch engine: {reason}")
-
-    heads, tokens, dim = query.shape[1:]
-    kv_heads = key.shape[1]
-    group = heads // kv_heads
-    by_token = query[0].transpose(0, 1)
-    output = query.new_empty((tokens, heads, value.shape[3]))
-
-    n = packed_step.decode_positions.shape[0]
-    if n:
-        attended = _attend(
-            by_token[:n].reshape(n, kv_heads, group, dim),
-            key[:n, :, : packed_step.longest],
-            value[:n, :, : packed_step.longest],
-            packed_step.decode_mask(sliding_window),
-            scaling,
-        )
-        output[:n] = attended.reshape(n, heads, -1)
-    for chunk in packed_step.chunks:
-        end = chunk.start + chunk.count
-        piece = slice(chunk.offset, chunk.offset + chunk.count)
-        whole = chunk.start == 0 and (sliding_window is None or sliding_window >= end)
-        attended = F.scaled_dot_product_attention(
-            query[0, :, piece].reshape(kv_heads, group, chunk.count, dim),
-            key[chunk.row, :, None, :end].expand(-1, group, -1, -1),
-            value[chunk.row, :, None, :end].expand(-1, group, -1, -1),
-            attn_mask=None if whole else packed_step.chunk_mask(chunk, sliding_window),
-            is_causal=whole,
-            scale=scaling,
-        )
-        output[piece] = attended.reshape(heads, chunk.count, -1).transpose(0, 1)
-    return output[None], None
-
-
-def _attend(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, scaling: float | None
-) -> torch.Tensor:
-    """Attention of few queries [n, kv_heads, group, dim] over [n, kv_heads, length, dim] views.
-
-    In float32 on a CPU two batched products took 14 to 24 % less time than the fused kernel (64 rows, 100 to 512
-    positions, one thread), whose blocks are made for many queries; elsewhere the fused kernel is used.
-    """
-    if query.device.type != "cpu" or query.dtype != torch.float32:
-        return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling)
-    n, kv_heads, group, dim = query.shape
-    # Row and head strides of the views fold into one, so none of these flattenings copies keys or values.
-    scores = torch.bmm(query.reshape(n * kv_heads, group, dim), key.flatten(0, 1).transpose(1, 2))
-    scores = scores.view(n, kv_heads, group, -1).mul_(dim**-0.5 if scaling is None else scaling)
-    if mask is not None:
-        scores.add_(mask)
-    weights = torch.softmax(scores, dim=-1)
-    return torch.bmm(weights.flatten(0, 1), value.flatten(0, 1)).view(n, kv_heads, group, -1)
+    if windows_seen is not None:
+        windows_seen.add(sliding_window)
+    rule = ScoreRule(query.shape[3] ** -0.5 if scaling is None else scaling, sliding_window, softcap)
+    return dense_step.attend(query[0].transpose(0, 1), key, value, rule)[None], None
 
 
 compat.register_attention(ATTENTION, dense_attention)

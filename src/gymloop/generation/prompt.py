@@ -9,19 +9,22 @@ then rendered from the messages alone. Nothing is kept between requests.
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from gymloop.generation.refusal import ApiError, token_ids
 from gymloop.tokens.bridge import BridgeError
 from gymloop.tokens.conversation import Message, Tool, last_assistant, normalise
-from gymloop.tokens.tool_calls import parse
+from gymloop.tokens.divergence import Divergence, diverge, first_difference
+from gymloop.tokens.provenance import Run
+from gymloop.tokens.reply import Reply
 
 if TYPE_CHECKING:
     from gymloop.tokens.renderer import Renderer
 
-_AROUND = 8
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,14 +34,22 @@ class Prompt:
     Attributes:
         ids: all of them.
         new_segment: why the ids do not continue the last assistant turn; None where they do, or where there is none.
+        provenance: of the last so many ids, at least those behind the turn that is continued; None where nobody
+            asked, or where it cannot be told.
     """
 
     ids: tuple[int, ...]
-    new_segment: str | None = None
+    new_segment: Divergence | None = None
+    provenance: tuple[Run, ...] | None = None
 
 
 def build_prompt(
-    renderer: Renderer, messages: Sequence[Message], tools: Sequence[Tool], prefix_ids: Sequence[int] | None = None
+    renderer: Renderer,
+    messages: Sequence[Message],
+    tools: Sequence[Tool],
+    prefix_ids: Sequence[int] | None = None,
+    *,
+    provenance: bool = False,
 ) -> Prompt:
     """The prompt of a request.
 
@@ -48,54 +59,127 @@ def build_prompt(
         tools: its tools.
         prefix_ids: prompt and sampled ids of the last assistant turn, exact. Messages without any assistant message
             are then all new.
+        provenance: tell message text from template, at the price of a second rendering.
 
     Raises:
         ApiError: token fields are malformed, or exact ids cannot be continued and there is no history to render.
         DataError: the conversation cannot be rendered.
     """
-    if prefix_ids is None:
-        return _from_messages(renderer, messages, tools)
-    last = last_assistant(messages)
-    try:
-        return Prompt(renderer.extend(prefix_ids, messages[0 if last is None else last + 1 :], tools))
-    except BridgeError as error:
-        if last is None:
-            message = f"the required prefix cannot be continued and no history was sent to render instead: {error}"
-            raise ApiError(400, "cannot_continue", message, "required_prefix_token_ids") from error
-        return Prompt(renderer.render(messages, tools), str(error))
+    make = _Maker(renderer, messages, tools, provenance)
+    prompt = make.from_messages() if prefix_ids is None else make.from_prefix(tuple(prefix_ids))
+    if prompt.new_segment is not None:
+        log.debug("a prompt of %d tokens begins a new segment: %s", len(prompt.ids), prompt.new_segment)
+    return prompt
 
 
-def _from_messages(renderer: Renderer, messages: Sequence[Message], tools: Sequence[Tool]) -> Prompt:
-    """Walk the assistant turns in order, and know after each whether its exact ids stand."""
-    exact: tuple[int, ...] | None = None
-    reason: str | None = None
-    start = 0
-    for index, message in enumerate(messages):
-        if message.get("role") != "assistant":
-            continue
-        carried = _bundle(message, index, renderer.vocab_size)
-        if carried is None:
-            exact, reason = None, f"messages[{index}], an assistant message, carries no token ids"
-        elif index == 0:
-            exact, reason = None, "messages[0] is an assistant message, with no prompt before it"
-        else:
-            prompt = _continue(renderer, exact, messages[:index], start, tools).ids
-            reason = _disagreement(renderer, message, index, prompt, *carried)
-            exact = None if reason else (*carried[0], *carried[1])
-        start = index + 1
-    result = _continue(renderer, exact, messages, start, tools)
-    return Prompt(result.ids, reason or result.new_segment)
+@dataclass(frozen=True, slots=True)
+class _Maker:
+    renderer: Renderer
+    messages: Sequence[Message]
+    tools: Sequence[Tool]
+    provenance: bool
 
+    def from_prefix(self, prefix: tuple[int, ...]) -> Prompt:
+        last = last_assistant(self.messages)
+        try:
+            return self._extended(prefix, 0 if last is None else last + 1)
+        except BridgeError as error:
+            if last is None:
+                message = f"the required prefix cannot be continued and no history was sent to render instead: {error}"
+                raise ApiError(400, "cannot_continue", message, "required_prefix_token_ids") from error
+            return self._unbridged(error, prefix)
 
-def _continue(
-    renderer: Renderer, exact: tuple[int, ...] | None, messages: Sequence[Message], start: int, tools: Sequence[Tool]
-) -> Prompt:
-    if exact is None:
-        return Prompt(renderer.render(messages, tools))
-    try:
-        return Prompt(renderer.extend(exact, messages[start:], tools))
-    except BridgeError as error:
-        return Prompt(renderer.render(messages, tools), str(error))
+    def from_messages(self) -> Prompt:
+        """Walk the assistant turns in order, and know after each whether its exact ids stand."""
+        exact: tuple[int, ...] | None = None
+        left: tuple[int, ...] = ()  # the exact ids that were there last
+        reason: str | None = None
+        start = 0
+        for index, message in enumerate(self.messages):
+            if message.get("role") != "assistant":
+                continue
+            carried = _bundle(message, index, self.renderer.vocab_size)
+            if carried is None:
+                exact, reason = None, f"messages[{index}], an assistant message, carries no token ids"
+            elif index == 0:
+                exact, reason = None, "messages[0] is an assistant message, with no prompt before it"
+            else:
+                left = (*carried[0], *carried[1])
+                reason = self._disagreement(message, index, self._expected(exact, start, index), *carried)
+                exact = None if reason else left
+            start = index + 1
+        if reason is not None:
+            return self._rendered(reason, left)
+        if exact is None:
+            return self._plain()
+        try:
+            return self._extended(exact, start)
+        except BridgeError as error:
+            return self._unbridged(error, exact)
+
+    def _extended(self, exact: tuple[int, ...], start: int) -> Prompt:
+        new = self.messages[start:]
+        ids = self.renderer.extend(exact, new, self.tools)
+        if not self.provenance:
+            return Prompt(ids)
+        return Prompt(ids, None, self.renderer.provenance(ids, new, self.tools, continued=len(exact)))
+
+    def _plain(self) -> Prompt:
+        ids = self.renderer.render(self.messages, self.tools)
+        return Prompt(ids, None, self.renderer.provenance(ids, self.messages, self.tools) if self.provenance else None)
+
+    def _unbridged(self, error: BridgeError, exact: tuple[int, ...]) -> Prompt:
+        """From the messages, where the template has no bridge; they may begin with the exact ids all the same."""
+        prompt = self._plain()
+        if first_difference(exact, prompt.ids) is None:
+            return prompt
+        return replace(prompt, new_segment=diverge(str(error), exact, prompt.ids, self.renderer.decode))
+
+    def _rendered(self, reason: str, carried: tuple[int, ...]) -> Prompt:
+        """From the messages alone, with where that departs from the ids that were carried."""
+        prompt = self._plain()
+        return replace(prompt, new_segment=diverge(reason, carried, prompt.ids, self.renderer.decode))
+
+    def _expected(self, exact: tuple[int, ...] | None, start: int, index: int) -> tuple[int, ...]:
+        """The prompt that the messages before ``index`` give."""
+        if exact is None:
+            return self.renderer.render(self.messages[:index], self.tools)
+        try:
+            return self.renderer.extend(exact, self.messages[start:index], self.tools)
+        except BridgeError:
+            return self.renderer.render(self.messages[:index], self.tools)
+
+    def _disagreement(
+        self,
+        message: Message,
+        index: int,
+        expected: tuple[int, ...],
+        prompt: tuple[int, ...],
+        sampled: tuple[int, ...],
+    ) -> str | None:
+        """Why carried ids are not those of the messages, or None."""
+        if not self._says(message, prompt, sampled):
+            return f"messages[{index}] was edited: its text is not what its generation_token_ids say"
+        if prompt == expected:
+            return None
+        found = diverge("", prompt, expected, self.renderer.decode)
+        if found.carried is None or found.rendered is None:
+            return f"the history before messages[{index}] is longer than its {len(prompt)} prompt_token_ids"
+        return (
+            f"the history before messages[{index}] was edited: at token {found.index} its prompt_token_ids say "
+            f"{found.carried.text!r}, the messages {found.rendered.text!r}"
+        )
+
+    def _says(self, message: Message, prompt: tuple[int, ...], sampled: tuple[int, ...]) -> bool:
+        """Whether a message is what sampled ids say, read for calls or, where none were wanted or finished, as text."""
+        text = self.renderer.said(sampled)
+        opened = self.renderer.opens_reasoning(prompt)
+        shown = normalise([message])[0]
+        reader = self.renderer.reader
+        return any(
+            _same(reader.read(text, tools=self.tools, opened_reasoning=opened, whole=whole), shown)
+            for whole in (True, False)
+        )
 
 
 def _bundle(message: Message, index: int, vocab_size: int) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
@@ -112,45 +196,20 @@ def _bundle(message: Message, index: int, vocab_size: int) -> tuple[tuple[int, .
     return prompt, sampled
 
 
-def _disagreement(
-    renderer: Renderer,
-    message: Message,
-    index: int,
-    expected: tuple[int, ...],
-    prompt: tuple[int, ...],
-    sampled: tuple[int, ...],
-) -> str | None:
-    """Why carried ids are not those of the messages, or None."""
-    if not _says(renderer.said(sampled), message):
-        return f"messages[{index}] was edited: its text is not what its generation_token_ids say"
-    if prompt == expected:
-        return None
-    pairs = zip(prompt, expected, strict=False)
-    at = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(prompt), len(expected)))
-    window = slice(max(0, at - _AROUND), at + _AROUND)
-    return (
-        f"the history before messages[{index}] was edited: at token {at} its prompt_token_ids say "
-        f"{renderer.decode(prompt[window])!r}, the messages {renderer.decode(expected[window])!r}"
-    )
-
-
-def _says(text: str, message: Message) -> bool:
-    """Whether a turn's text and a message are the same, whichever way a client split it into fields.
+def _same(said: Reply, told: Mapping[str, Any]) -> bool:
+    """Whether a reply and a message are the same, whichever way a client split it into fields.
 
     Reasoning is compared only where the message has some: many clients drop it, and the ids still hold what was said.
     White space at the borders of fields is lost by parsers and does not count.
     """
-    shown = normalise([message])[0]
-    reasoning, answer = _split_reasoning(text)
-    told_reasoning, told_answer = _split_reasoning(shown["content"])
-    told_reasoning = shown.get("reasoning_content", told_reasoning)
+    reasoning, answer = _split_reasoning(said.content) if said.reasoning is None else (said.reasoning, said.content)
+    told_reasoning, told_answer = _split_reasoning(told["content"])
+    told_reasoning = told.get("reasoning_content") or told_reasoning
     if told_reasoning.strip() and told_reasoning.strip() != reasoning.strip():
         return False
-    if calls := [_call(call["function"]) for call in shown.get("tool_calls", ())]:
-        parsed = parse(answer)
-        found = [_call({"name": call.name, "arguments": call.arguments}) for call in parsed.tool_calls]
-        return calls == found and told_answer.strip() == parsed.content.strip()
-    return told_answer.strip() == answer.strip()
+    calls = [_call({"name": call.name, "arguments": call.arguments}) for call in said.tool_calls]
+    told_calls = [_call(call["function"]) for call in told.get("tool_calls", ())]
+    return calls == told_calls and answer.strip() == told_answer.strip()
 
 
 def _split_reasoning(text: str) -> tuple[str, str]:

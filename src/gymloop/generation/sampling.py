@@ -1,8 +1,8 @@
 """Drawing tokens: the reported logprob is that of the distribution the token was drawn from, after every filter.
 
-Order of filters: temperature, then top-k, then top-p, as in transformers and vLLM. A temperature of 0 takes the
-likeliest token and reports its logprob at temperature 1 over the whole vocabulary. A row's draw depends on its own
-logits and its own uniform number only, never on the other rows of the batch.
+Order: bias, penalties, temperature, min-p, top-k, top-p, each defined as in vLLM. A temperature of 0 takes the
+likeliest token after bias and penalties and reports its logprob at temperature 1, without the filters. A row's draw
+depends on its own logits and uniform number only, never on the other rows; what no row asks for costs nothing.
 """
 
 from __future__ import annotations
@@ -15,6 +15,33 @@ BLOCK = 256
 
 
 @dataclass(frozen=True, slots=True)
+class Bias:
+    """``values`` float32 [k] added to the logits at ``rows`` and ``tokens``, int64 [k], no pair twice."""
+
+    rows: torch.Tensor
+    tokens: torch.Tensor
+    values: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Penalties:
+    """Penalties of tokens that came before, for the rows that ask for one.
+
+    Attributes:
+        rows: int64 [m].
+        repetition: float32 [m], 1 is off; ``presence`` and ``frequency`` likewise, 0 is off.
+        prompt: int64 [m, any], padded with the vocabulary size; ``sampled`` likewise.
+    """
+
+    rows: torch.Tensor
+    repetition: torch.Tensor
+    presence: torch.Tensor
+    frequency: torch.Tensor
+    prompt: torch.Tensor
+    sampled: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class Filters:
     """What shapes the distribution of each row.
 
@@ -22,11 +49,17 @@ class Filters:
         temperature: float32 [n], 0 is greedy.
         top_p: float32 [n], or None where every row keeps all mass.
         top_k: int64 [n] with the vocabulary size where unlimited, or None where every row is unlimited.
+        min_p: float32 [n] with 0 where off, or None where every row has it off.
+        bias: additions to logits, or None.
+        penalties: of repeated tokens, or None.
     """
 
     temperature: torch.Tensor
     top_p: torch.Tensor | None = None
     top_k: torch.Tensor | None = None
+    min_p: torch.Tensor | None = None
+    bias: Bias | None = None
+    penalties: Penalties | None = None
 
 
 def draw(logits: torch.Tensor, filters: Filters, uniform: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -42,6 +75,10 @@ def draw(logits: torch.Tensor, filters: Filters, uniform: torch.Tensor) -> tuple
         that is not finite; the caller must look.
     """
     # Every pass over [n, vocab] shows in the time of a step, so each is made only when some row needs it.
+    if filters.bias is not None:
+        logits.index_put_((filters.bias.rows, filters.bias.tokens), filters.bias.values, accumulate=True)
+    if filters.penalties is not None:
+        _penalise(logits, filters.penalties)
     greedy = filters.temperature == 0
     likeliest = logits.argmax(dim=-1) if bool(greedy.any()) else None
     divisor = torch.where(greedy, 1.0, filters.temperature)
@@ -99,9 +136,31 @@ def _first_above(cumulative: torch.Tensor, target: torch.Tensor, possible: torch
     return torch.minimum(first, last)[:, None]
 
 
+def _penalise(logits: torch.Tensor, penalties: Penalties) -> None:
+    """Lower the logits of tokens that came before, in place."""
+    vocab = logits.shape[1]
+    counts = _counts(penalties.sampled, vocab)
+    seen = (counts > 0) | (_counts(penalties.prompt, vocab) > 0)
+    some = logits[penalties.rows]
+    factor = penalties.repetition[:, None]
+    some = torch.where(seen, torch.where(some > 0, some / factor, some * factor), some)
+    some -= penalties.frequency[:, None] * counts + penalties.presence[:, None] * (counts > 0)
+    logits[penalties.rows] = some
+
+
+def _counts(ids: torch.Tensor, vocab: int) -> torch.Tensor:
+    """How often each token stands in each row, int64 [m, vocab]; the id ``vocab`` is padding."""
+    zeros = torch.zeros((ids.shape[0], vocab + 1), dtype=torch.int64, device=ids.device)
+    return zeros.scatter_add_(1, ids, torch.ones_like(ids))[:, :vocab]
+
+
 def _filter(scaled: torch.Tensor, filters: Filters, sampled: torch.Tensor) -> None:
-    """Set logits outside the top-k and top-p sets to minus infinity, in place, on the rows that ask for it."""
+    """Set logits outside the min-p, top-k and top-p sets to minus infinity, in place, on rows that ask for it."""
     vocab = scaled.shape[1]
+    if filters.min_p is not None:
+        # p < min_p * p_max is z < z_max + log(min_p); the logarithm of 0 keeps everything, the likeliest always stays.
+        floor = scaled.amax(dim=-1) + filters.min_p.log()
+        scaled.masked_fill_((scaled < floor[:, None]) & sampled[:, None], -torch.inf)
     wanted = torch.zeros_like(sampled)
     if filters.top_k is not None:
         wanted |= filters.top_k < vocab

@@ -3,12 +3,14 @@
 Semantics of NeMo Gym's ``simple_agent``, with its gaps closed. A turn cut by a limit runs no tool and ends the rollout.
 What the model wrote wrongly (arguments that are not a JSON object, a tool that does not exist) is answered with one
 short sentence, always the same, under that call's id, and the other calls of the turn still run. Arguments that are
-missing (empty text or ``null``) are ``{}``. Where the row says ``parallel_tool_calls: false`` only the first call of a
-turn runs.
+missing (empty text or ``null``) are ``{}``. An envelope that is no call at all (its JSON is cut) stays text: without
+another call the turn is final, and it is counted as a bad call. Where the row says ``parallel_tool_calls: false`` only
+the first call of a turn runs.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,7 +19,15 @@ import orjson
 
 from gymloop.gym.contract import Row, Session
 from gymloop.gym.deadline import within
-from gymloop.gym.items import Message, call_item, chat_messages, chat_tools, message_item, output_item
+from gymloop.gym.items import (
+    Message,
+    call_item,
+    chat_messages,
+    chat_tools,
+    message_item,
+    output_item,
+    reasoning_item,
+)
 from gymloop.gym.model_client import ChatReply, ContextFull, ModelClient, Profile
 from gymloop.gym.tools import nearest
 from gymloop.rollouts.trajectory import Turn
@@ -35,6 +45,9 @@ _OWN_FIELDS = {
     "stream",
     "user",
 }
+
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -80,6 +93,7 @@ async def tool_calling(
     max_tokens: int,
     call_timeout_s: float,
     profile: Profile,
+    rollout_id: str | None = None,
 ) -> None:
     """Drive one rollout, from the row's messages to the last assistant message, writing it into ``conversation``.
 
@@ -93,6 +107,7 @@ async def tool_calling(
         max_tokens: tokens per model call at most.
         call_timeout_s: wall time of one tool call, seconds.
         profile: sampling profile.
+        rollout_id: ``<group>/<sample>``; names the noise of the draws, see ``model_client.NOISE_HEADER``.
 
     Raises:
         InfraError: model or environment failed.
@@ -111,7 +126,15 @@ async def tool_calling(
         conversation.where = f"model {model.url}"
         previous = conversation.turns[-1] if conversation.turns else None
         try:
-            reply = await model.chat(messages, tools, max_tokens=limit, previous=previous, profile=profile, extra=extra)
+            reply = await model.chat(
+                messages,
+                tools,
+                max_tokens=limit,
+                previous=previous,
+                profile=profile,
+                extra=extra,
+                noise_key=None if rollout_id is None else f"{rollout_id}/{index}",
+            )
         except ContextFull:
             if previous is None:  # the row itself is too long
                 raise
@@ -139,7 +162,9 @@ async def tool_calling(
 def _record(conversation: Conversation, reply: ChatReply, index: int) -> None:
     """Append the turn and its items, the token bundle on the last one."""
     turn = reply.turn
-    conversation.new_segments += reply.new_segment and index > 0
+    if turn.divergence is not None:
+        conversation.new_segments += 1
+        log.debug("turn %d begins a new segment: %s", index, turn.divergence)
     conversation.bad_tool_calls += reply.malformed_tool_calls
     conversation.turns.append(turn)
     status = "incomplete" if reply.finish_reason == "length" else "completed"
@@ -147,6 +172,8 @@ def _record(conversation: Conversation, reply: ChatReply, index: int) -> None:
     items = [call_item(f"fc_{index}_{position}", call, status) for position, call in enumerate(calls)]
     if reply.message["content"] or not items:
         items.insert(0, message_item(f"msg_{index}", reply.message["content"], status))
+    if reasoning := reply.message.get("reasoning_content"):
+        items.insert(0, reasoning_item(f"rs_{index}", reasoning))
     items[-1]["prompt_token_ids"] = turn.prompt_ids
     items[-1]["generation_token_ids"] = turn.sampled_ids
     items[-1]["generation_log_probs"] = turn.logprobs

@@ -16,6 +16,10 @@ from gymloop.errors import InfraError
 
 Row = Mapping[str, Any]
 
+ROLLOUT_SEED = "_rollout_seed"
+"""Key that a collector adds to the row it opens a session with: an integer that is the same whenever this rollout is
+made, in whatever order rollouts arrive, and that differs from every other rollout's."""
+
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
@@ -32,11 +36,13 @@ class Verdict:
     def __post_init__(self) -> None:
         for name, value in {"reward": self.reward, **self.components}.items():
             if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-                raise InfraError(f"verify returned {name} = {value!r}; a finite number was expected")
+                raise InfraError(f"verify returned {name} = {value!r}; a finite number was expected", cause="bad_reply")
         if self.components:
             total = math.fsum(self.components.values())
             if not math.isclose(total, self.reward, rel_tol=1e-5, abs_tol=1e-6):
-                raise InfraError(f"verify returned reward {self.reward} but its components sum to {total}")
+                raise InfraError(
+                    f"verify returned reward {self.reward} but its components sum to {total}", cause="bad_reply"
+                )
 
 
 class Session(Protocol):

@@ -24,16 +24,17 @@ async def within(seconds: float, where: str, work: Awaitable[_T]) -> _T:
     start = time.monotonic()
     try:
         async with asyncio.timeout(seconds) as scope:
-            result = await work
+            result = await work  # bounded: by the scope
     except TimeoutError as error:
         if not scope.expired():
             raise
-        raise InfraError(f"{where}: no answer within {seconds:g} s") from error
+        raise InfraError(f"{where}: no answer within {seconds:g} s", cause="timeout") from error
     taken = time.monotonic() - start
     if taken > seconds:
         raise InfraError(
             f"{where}: held the event loop for {taken:.1f} s, more than its {seconds:g} s; "
-            "make it async, or set blocking = True on the environment"
+            "make it async, or set blocking = True on the environment",
+            cause="timeout",
         )
     return result
 
@@ -68,4 +69,4 @@ async def in_thread(function: Callable[..., _T], *args: Any, **kwargs: Any) -> _
             loop.call_soon_threadsafe(settle, result, error)
 
     threading.Thread(target=run, name=f"blocking-{function.__qualname__}", daemon=True).start()
-    return await future
+    return await future  # bounded: its callers are run by ``within``

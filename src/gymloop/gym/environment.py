@@ -63,6 +63,8 @@ class Environment:
     """Read from the methods marked ``@tool`` when the class is made."""
     row: Row
     """The task of this session; set before ``seed``."""
+    rng: random.Random
+    """Random numbers of this rollout, set before ``seed``: the same whenever the rollout is made again."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)

@@ -42,12 +42,15 @@ def chat_messages(value: str | Sequence[Item], instructions: str | None = None) 
             messages.append({"role": role, "content": text_of(item)})
             open_turn = False
             continue
-        if kind not in ("message", "function_call"):
-            raise DataError(f"input[{index}] has type '{kind}'; expected message, function_call, function_call_output")
+        if kind not in ("reasoning", "message", "function_call"):
+            expected = "message, reasoning, function_call or function_call_output"
+            raise DataError(f"input[{index}] has type '{kind}'; expected {expected}")
         if not open_turn:
             messages.append({"role": "assistant", "content": ""})
             open_turn = True
-        if kind == "message":
+        if kind == "reasoning":
+            messages[-1]["reasoning_content"] = messages[-1].get("reasoning_content", "") + _reasoning_of(item)
+        elif kind == "message":
             messages[-1]["content"] += text_of(item)
         else:
             calls = messages[-1].setdefault("tool_calls", [])
@@ -64,6 +67,16 @@ def text_of(item: Item) -> str:
     """The text of a message item, whose content is text or a list of text parts."""
     content = item["content"]
     return content if isinstance(content, str) else "".join(part["text"] for part in content)
+
+
+def _reasoning_of(item: Item) -> str:
+    """The text of a reasoning item: its full content where it has one, else its summary."""
+    return "".join(part["text"] for part in item.get("content") or item.get("summary") or ())
+
+
+def reasoning_item(item_id: str, text: str) -> dict[str, Any]:
+    """An assistant's reasoning as an output item."""
+    return {"type": "reasoning", "id": item_id, "summary": [{"type": "summary_text", "text": text}]}
 
 
 def message_item(item_id: str, text: str, status: str) -> dict[str, Any]:

@@ -12,16 +12,21 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Literal, get_args
+from typing import Any, Literal, cast, get_args
+from urllib.parse import quote
 
 import aiohttp
 import orjson
 
-from gymloop.errors import ConfigError, DataError, InfraError
+from gymloop.errors import Cause, ConfigError, DataError, InfraError
 from gymloop.gym.items import Message
 from gymloop.rollouts.trajectory import FinishReason, Turn
+from gymloop.tokens.divergence import Divergence, diverge, first_difference, read_divergence
+from gymloop.tokens.provenance import Run
 
 PROFILE_HEADER = "x-gymloop-profile"
+NOISE_HEADER = "x-gymloop-noise-key"
+"""Names the noise of this call, ``<group>/<sample>/<turn>``, for engines whose draws are repeatable."""
 Profile = Literal["train", "validation"]
 
 _CONTEXT_CODES = {"context_length_exceeded", "prompt_too_long"}
@@ -40,10 +45,12 @@ class ChatReply:
     """One assistant message.
 
     Attributes:
-        message: ``role``, ``content`` and perhaps ``tool_calls``, as the next request sends it back.
+        message: ``role``, ``content`` and perhaps ``reasoning_content`` and ``tool_calls``, as the next request sends
+            it back.
         turn: its tokens.
         finish_reason: of the turn.
-        new_segment: the prompt does not begin with the exact tokens of the turn before it.
+        new_segment: the prompt does not begin with the exact tokens of the turn before it; ``turn.divergence`` says
+            why.
         malformed_tool_calls: calls that the server saw in the text and could not read.
     """
 
@@ -63,16 +70,25 @@ class ModelClient:
         max_concurrency: connections at most.
         call_timeout_s: wall time of one call; seconds.
         ready_timeout_s: how long a server that answers 503 or 429 with ``Retry-After`` is waited for; seconds.
+        provenance: ask for the provenance of prompt tokens, which costs the server a second rendering.
     """
 
     def __init__(
-        self, base_url: str, model: str, *, max_concurrency: int, call_timeout_s: float, ready_timeout_s: float
+        self,
+        base_url: str,
+        model: str,
+        *,
+        max_concurrency: int,
+        call_timeout_s: float,
+        ready_timeout_s: float,
+        provenance: bool = False,
     ) -> None:
         self.url = f"{base_url.rstrip('/')}/chat/completions"
         self.model = model
         self._max_concurrency = max_concurrency
         self._call_timeout_s = call_timeout_s
         self._ready_timeout_s = ready_timeout_s
+        self._provenance = provenance
         self._http: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> ModelClient:
@@ -104,6 +120,7 @@ class ModelClient:
         previous: Turn | None = None,
         profile: Profile = "train",
         extra: Mapping[str, Any] | None = None,
+        noise_key: str | None = None,
     ) -> ChatReply:
         """Ask for one assistant message.
 
@@ -115,6 +132,7 @@ class ModelClient:
                 exactly its tokens.
             profile: sampling profile; the server fills in its values.
             extra: further request fields, such as the sampling fields of a row.
+            noise_key: see ``NOISE_HEADER``; None leaves the draw to the engine's own stream.
 
         Raises:
             InfraError: no reply in time, a lost connection, a 5xx, or a reply that lacks part of its tokens.
@@ -129,7 +147,11 @@ class ModelClient:
         if previous is not None:
             prefix = previous.prompt_ids + previous.sampled_ids
             body["required_prefix_token_ids"] = prefix
+        if self._provenance:
+            body["return_token_provenance"] = True
         headers = {"content-type": "application/json"}
+        if noise_key is not None:
+            headers[NOISE_HEADER] = quote(noise_key)  # a group id may hold what a header may not
         if profile == "validation":
             headers[PROFILE_HEADER] = profile
         return read_reply(await self._post(orjson.dumps(body), headers), prefix, self.url)
@@ -138,23 +160,25 @@ class ModelClient:
         if self._http is None:
             raise RuntimeError("the model client is not open; use it as 'async with ModelClient(...)'")
         give_up = time.monotonic() + self._ready_timeout_s
-        while True:
+        while True:  # bounded: each post has a time, and ``give_up`` ends the attempts
             try:
                 async with self._http.post(self.url, data=body, headers=headers) as response:
                     raw = await response.read()
                     status, kind = response.status, response.content_type
                     retry_after = response.headers.get("retry-after")
             except TimeoutError as error:
-                raise InfraError(f"{self.url}: no reply within {self._call_timeout_s:g} s") from error
+                raise InfraError(f"{self.url}: no reply within {self._call_timeout_s:g} s", cause="timeout") from error
             except aiohttp.ClientError as error:
-                raise InfraError(f"{self.url}: {type(error).__name__}: {error}") from error
+                raise InfraError(f"{self.url}: {type(error).__name__}: {error}", cause="disconnect") from error
             if status == 200:
                 return parse_json(raw, kind, self.url)
             wait = _seconds(retry_after)
             if status in _BUSY and wait is not None:
                 # Nothing was sampled, so asking again is safe. A deadline of the rollout also ends this.
                 if time.monotonic() + wait > give_up:
-                    raise InfraError(f"{self.url}: still {status} after {self._ready_timeout_s:g} s: {_said(raw)[1]}")
+                    raise InfraError(
+                        f"{self.url}: still {status} after {self._ready_timeout_s:g} s: {_said(raw)[1]}", cause="busy"
+                    )
                 await asyncio.sleep(wait)
                 continue
             raise refusal(status, raw, self.url)
@@ -165,10 +189,12 @@ def refusal(status: int, raw: bytes, url: str) -> Exception:
     code, text = _said(raw)
     said = f"{url}: {status}{f' {code}' if code else ''}: {text}"
     if status >= 500 or status < 400 or status in _BUSY or status == 408:
-        return InfraError(said)
+        return InfraError(said, cause="busy" if status in _BUSY else "server_error")
     if status in _WRONG_ADDRESS:
         return ConfigError(said)
-    return ContextFull(said) if code in _CONTEXT_CODES else DataError(said)
+    if code in _CONTEXT_CODES:
+        return ContextFull(said, cause="too_long")
+    return DataError(said, cause="refused")
 
 
 def parse_json(raw: bytes, content_type: str, url: str) -> Any:
@@ -181,7 +207,7 @@ def parse_json(raw: bytes, content_type: str, url: str) -> Any:
         return orjson.loads(raw)
     except orjson.JSONDecodeError as error:
         start = raw[:60].decode(errors="replace")
-        raise InfraError(f"{url}: replied with {content_type}, not JSON: {start!r}") from error
+        raise InfraError(f"{url}: replied with {content_type}, not JSON: {start!r}", cause="bad_reply") from error
 
 
 def read_reply(reply: Any, prefix: tuple[int, ...], url: str) -> ChatReply:
@@ -191,9 +217,9 @@ def read_reply(reply: Any, prefix: tuple[int, ...], url: str) -> ChatReply:
         InfraError: something is missing, of a wrong type, or contradicts itself.
     """
 
-    def demand(good: bool, what: str) -> None:
+    def demand(good: bool, what: str, cause: Cause = "bad_reply") -> None:
         if not good:
-            raise InfraError(f"{url}: reply {what}")
+            raise InfraError(f"{url}: reply {what}", cause=cause)
 
     choices = reply.get("choices") if isinstance(reply, dict) else None
     demand(isinstance(choices, list) and len(choices) == 1 and isinstance(choices[0], dict), "has not one choice")
@@ -202,7 +228,7 @@ def read_reply(reply: Any, prefix: tuple[int, ...], url: str) -> ChatReply:
     demand(isinstance(message, dict), "has no message")
     finish_reason = choice.get("finish_reason")
     demand(finish_reason in get_args(FinishReason), f"has finish_reason {finish_reason!r}")
-    demand(finish_reason != "abort", "was aborted by the engine")
+    demand(finish_reason != "abort", "was aborted by the engine", "aborted")
 
     prompt_ids, sampled_ids = message.get("prompt_token_ids"), message.get("generation_token_ids")
     logprobs, versions = message.get("generation_log_probs"), choice.get("weight_versions")
@@ -224,15 +250,51 @@ def read_reply(reply: Any, prefix: tuple[int, ...], url: str) -> ChatReply:
     malformed = choice.get("malformed_tool_calls", 0)
     demand(type(malformed) is int and malformed >= 0, f"has malformed_tool_calls = {malformed!r}")
 
+    reasoning = message.get("reasoning_content") or message.get("reasoning")
+    demand(reasoning is None or isinstance(reasoning, str), "has reasoning that is not text")
+    runs = choice.get("prompt_provenance")
+    demand(runs is None or _are_runs(runs), "has unreadable prompt_provenance")
+
     sent_back: Message = {"role": "assistant", "content": content or ""}
+    if reasoning:
+        sent_back["reasoning_content"] = reasoning
     if calls:
         sent_back["tool_calls"] = calls
-    turn = Turn(tuple(prompt_ids), tuple(sampled_ids), tuple(map(float, logprobs)), finish_reason, *versions)
-    return ChatReply(sent_back, turn, finish_reason, turn.prompt_ids[: len(prefix)] != prefix, malformed)
+    turn = Turn(
+        tuple(prompt_ids),
+        tuple(sampled_ids),
+        tuple(map(float, logprobs)),
+        finish_reason,
+        versions[0],
+        versions[1],
+        divergence=_divergence(choice, prefix, tuple(prompt_ids)),
+        provenance=None if runs is None else tuple(cast(Run, tuple(run)) for run in runs),
+    )
+    return ChatReply(sent_back, turn, finish_reason, turn.divergence is not None, malformed)
+
+
+def _divergence(choice: Mapping[str, Any], prefix: tuple[int, ...], prompt_ids: tuple[int, ...]) -> Divergence | None:
+    """Why the prompt does not begin with ``prefix``; the ids decide whether, the server can only say why."""
+    if first_difference(prefix, prompt_ids) is None:
+        return None
+    told = read_divergence(choice.get("divergence"))
+    if told is not None and told.index is not None:
+        return told
+    reason = told.reason if told else choice.get("new_segment_reason")
+    if not isinstance(reason, str):
+        reason = "the server rendered another prompt than the exact continuation, and did not say why"
+    return diverge(reason, prefix, prompt_ids)
 
 
 def _are_ids(value: Any) -> bool:
     return isinstance(value, list) and all(type(item) is int and item >= 0 for item in value)
+
+
+def _are_runs(value: Any) -> bool:
+    return isinstance(value, list) and all(
+        isinstance(run, list) and len(run) == 2 and run[0] in ("template", "environment") and _are_ids(run[1:])
+        for run in value
+    )
 
 
 def _is_logprob(value: Any) -> bool:

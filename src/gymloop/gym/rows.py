@@ -1,25 +1,45 @@
 """Rows are JSON Lines: LF ends a line and nothing else does, and a bad line is named by file and number.
 
 Line numbers are 1-based and count LF. A byte-order mark and the CR of CRLF are not content; everything else, U+2028 and
-U+0085 included, arrives as it was written.
+U+0085 included, arrives as it was written. All bad lines are told together, up to five of them in full.
 """
 
 from __future__ import annotations
 
 import codecs
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import orjson
 
-from gymloop.errors import ConfigError
+from gymloop.errors import ConfigError, DataError
 from gymloop.gym.contract import Row
+from gymloop.gym.items import chat_messages, chat_tools
 from gymloop.gym.tools import nearest
 
-_GZIP_MAGIC = b"\x1f\x8b"
+_NOT_TEXT = {
+    b"\x1f\x8b": "is gzip-compressed",
+    b"\x28\xb5\x2f\xfd": "is zstd-compressed",
+    b"BZh": "is bzip2-compressed",
+    b"\xfd7zXZ": "is xz-compressed",
+    b"PK\x03\x04": "is a zip archive",
+    b"PAR1": "is a Parquet file",
+    codecs.BOM_UTF16_LE: "is UTF-16",
+    codecs.BOM_UTF16_BE: "is UTF-16",
+}
+"""By first bytes: files that go by the name of .jsonl and are none."""
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 _SHOWN = 5
+
+
+class Renders(Protocol):
+    """What tells how many tokens a conversation has; ``tokens.renderer.Renderer`` does."""
+
+    def render(
+        self, messages: Sequence[Any], tools: Sequence[Any] | None = None, add_generation_prompt: bool = True
+    ) -> Sequence[int]:
+        """Ids of the conversation as the template writes it."""
 
 
 def read_jsonl(path: Path) -> list[tuple[int, dict[str, Any]]]:
@@ -28,30 +48,38 @@ def read_jsonl(path: Path) -> list[tuple[int, dict[str, Any]]]:
     Raises:
         ConfigError: the file cannot be read, is compressed, has no rows, or has lines that are not JSON objects.
     """
+    rows, problems = _read(path)
+    _raise_all(path, problems)
+    return rows
+
+
+def _read(path: Path) -> tuple[list[tuple[int, dict[str, Any]]], list[tuple[int, str]]]:
+    """The objects of a file, and what is wrong with its other lines; each with its line number."""
     try:
         data = path.read_bytes()
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
-    if data.startswith(_GZIP_MAGIC):
-        raise ConfigError(f"{path}: is gzip-compressed; expected plain JSON Lines")
+    for magic, what in _NOT_TEXT.items():
+        if data.startswith(magic):
+            raise ConfigError(f"{path}: {what}; expected plain JSON Lines in UTF-8")
     rows: list[tuple[int, dict[str, Any]]] = []
-    problems: list[str] = []
+    problems: list[tuple[int, str]] = []
     for number, line in enumerate(data.removeprefix(codecs.BOM_UTF8).split(b"\n"), start=1):
         if not line.strip():
             continue
         try:
             value = orjson.loads(line.removesuffix(b"\r"))
         except orjson.JSONDecodeError as error:
-            problems.append(f"line {number} is not JSON: {error.msg}, column {error.colno}")
+            problems.append((number, f"is not JSON: {error.msg}, column {error.colno}"))
             continue
         if isinstance(value, dict):
             rows.append((number, value))
         else:
-            problems.append(f"line {number} is a JSON {type(value).__name__}; expected an object")
-    _raise_all(path, problems)
-    if not rows:
+            hint = " on a line of its own" if isinstance(value, list) else ""
+            problems.append((number, f"is a JSON {type(value).__name__}; expected an object{hint}"))
+    if not rows and not problems:
         raise ConfigError(f"{path}: no rows")
-    return rows
+    return rows, problems
 
 
 def read_rows(path: Path, tools: Mapping[str, Collection[Mapping[str, Any]] | None]) -> list[Row]:
@@ -63,14 +91,16 @@ def read_rows(path: Path, tools: Mapping[str, Collection[Mapping[str, Any]] | No
             gets its environment's.
 
     Raises:
-        ConfigError: as ``read_jsonl``, or rows are not NeMo Gym rows for these environments; up to five are named.
+        ConfigError: as ``read_jsonl``, or rows are not NeMo Gym rows for these environments, or two different rows
+            have one id; up to five are named.
     """
     rows: list[Row] = []
-    problems: list[str] = []
-    for number, row in read_jsonl(path):
-        problem = check_row(row, tools)
+    lines, problems = _read(path)
+    seen: dict[Any, tuple[int, bytes]] = {}
+    for number, row in lines:
+        problem = check_row(row, tools) or _repeated_id(number, row, seen)
         if problem is not None:
-            problems.append(f"line {number}: {problem}")
+            problems.append((number, f": {problem}"))
             continue
         own = tools[row["agent_ref"]["name"]]
         if own and "tools" not in row["responses_create_params"]:
@@ -78,6 +108,61 @@ def read_rows(path: Path, tools: Mapping[str, Collection[Mapping[str, Any]] | No
         rows.append(row)
     _raise_all(path, problems)
     return rows
+
+
+def read_demonstrations(path: Path) -> list[dict[str, Any]]:
+    """Conversations for the supervised warm-up, each with ``messages`` and perhaps ``tools``.
+
+    Raises:
+        ConfigError: as ``read_jsonl``, or a line has no list of messages; up to five are named.
+    """
+    lines, problems = _read(path)
+    for number, conversation in lines:
+        messages = conversation.get("messages")
+        if not isinstance(messages, list) or not messages:
+            problems.append((number, f": messages is {_shown(messages)}; expected a list of messages"))
+    _raise_all(path, problems)
+    return [conversation for _, conversation in lines]
+
+
+def _repeated_id(number: int, row: Mapping[str, Any], seen: dict[Any, tuple[int, bytes]]) -> str | None:
+    """Copies of a row are a way to repeat it; two rows of one name are a mistake, and would be one in every result."""
+    name = row.get("id")
+    if name is None:
+        return None
+    if not isinstance(name, str | int):
+        return f"id is {_shown(name)}; expected text or a whole number"
+    content = orjson.dumps({key: row[key] for key in sorted(row) if not key.startswith("_")})
+    first, known = seen.setdefault(name, (number, content))
+    if known == content:
+        return None
+    return f"id {name!r} is also that of line {first}, which is another row; ids have to differ"
+
+
+def rows_beyond_context(rows: Sequence[Row], renderer: Renders, limit: int, room: int = 1) -> list[tuple[int, str]]:
+    """Rows whose first prompt leaves no room for an answer, or that the template cannot render.
+
+    Args:
+        rows: checked ones.
+        renderer: of the run's tokenizer and template.
+        limit: ``policy.max_total_sequence_length``, tokens of prompt and answer together.
+        room: tokens that have to be left for the first answer.
+
+    Returns:
+        (index into ``rows``, sentence), in order.
+    """
+    found: list[tuple[int, str]] = []
+    for index, row in enumerate(rows):
+        params = row["responses_create_params"]
+        try:
+            messages = chat_messages(params["input"], params.get("instructions"))
+            count = len(renderer.render(messages, chat_tools(params.get("tools") or ()) or None))
+        except DataError as error:
+            found.append((index, str(error)))
+            continue
+        if count + room > limit:
+            found.append((index, f"its first prompt has {count} tokens; policy.max_total_sequence_length is {limit}"))
+    return found
 
 
 def check_row(row: Mapping[str, Any], tools: Mapping[str, Collection[Mapping[str, Any]] | None]) -> str | None:
@@ -118,9 +203,10 @@ def _check_input(value: Any) -> str | None:
             "message": ("role", "content"),
             "function_call": ("call_id", "name", "arguments"),
             "function_call_output": ("call_id", "output"),
+            "reasoning": (),
         }.get(kind)
         if needed is None:
-            return f"{where}.type is {_shown(kind)}; expected message, function_call or function_call_output"
+            return f"{where}.type is {_shown(kind)}; expected message, reasoning, function_call or function_call_output"
         for key in needed:
             if key != "content" and not isinstance(item.get(key), str):
                 return f"{where}.{key} is {_shown(item.get(key))}; expected text"
@@ -154,8 +240,9 @@ def _shown(value: Any) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-def _raise_all(path: Path, problems: list[str]) -> None:
+def _raise_all(path: Path, problems: list[tuple[int, str]]) -> None:
     if not problems:
         return
+    said = [f"line {number}{'' if text[0] == ':' else ' '}{text}" for number, text in sorted(problems)[:_SHOWN]]
     more = f"; and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
-    raise ConfigError(f"{path}, {'; '.join(problems[:_SHOWN])}{more}")
+    raise ConfigError(f"{path}, {'; '.join(said)}{more}")

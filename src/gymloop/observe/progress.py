@@ -1,14 +1,18 @@
 """The terminal always says what the run is doing: which tasks start, then one line per step.
 
 On a terminal the startup is a live table and the current phase a line that changes; anywhere else (a pipe, a log file,
-CI) every change is one plain line, so nothing is lost and no control code gets into a file.
+CI) every change is one plain line, so nothing is lost and no control code gets into a file. A log file, once it is
+given, gets every line and every phase with its time: what a run was doing when it ended can be read there.
 """
 
 from __future__ import annotations
 
+import re
+import time
 from collections.abc import Mapping
+from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TextIO
 
 from rich.console import Console
 from rich.live import Live
@@ -44,6 +48,16 @@ class Progress:
         self._began: dict[str, float] = {}
         self._live: Live | None = None
         self._status: Status | None = None
+        self._log: TextIO | None = None
+        self._phase = ""
+
+    def log_to(self, path: Path) -> None:
+        """Write lines and phases to this file too, from now on, after what it holds.
+
+        Raises:
+            OSError: it cannot be opened.
+        """
+        self._log = path.open("a", encoding="utf-8", buffering=1)
 
     def __enter__(self) -> Progress:
         return self
@@ -52,6 +66,9 @@ class Progress:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+        log, self._log = self._log, None
+        if log is not None:
+            log.close()
 
     def startup_event(self, event: Event) -> None:
         """Show a change of the startup; pass this to ``run_graph`` as ``on_event``."""
@@ -61,6 +78,7 @@ class Progress:
         if not self.console.is_terminal:
             self.say(self._sentence(event))
             return
+        self._write(self._sentence(event))
         if self._live is None:
             self._live = Live(console=self.console, transient=True, get_renderable=self._startup_table)
             self._live.start()
@@ -73,6 +91,10 @@ class Progress:
 
     def phase(self, text: str) -> None:
         """Show what the step is at, e.g. ``step 3: rollouts 12/32``, on a terminal until the next line."""
+        kind = re.sub(r"\d+", "#", text)
+        if kind != self._phase:  # a count that goes up is the same phase
+            self._phase = kind
+            self._write(text)
         if not self.console.is_terminal:
             return
         if self._status is None:
@@ -89,6 +111,7 @@ class Progress:
 
     def say(self, text: str) -> None:
         """Print a line of its own."""
+        self._write(text)
         self.console.print(text, markup=False, soft_wrap=True)
 
     def close(self) -> None:
@@ -99,6 +122,15 @@ class Progress:
             live.stop()
         if status is not None:
             status.stop()
+
+    def _write(self, text: str) -> None:
+        if self._log is None:
+            return
+        try:
+            self._log.write(f"{time.strftime('%H:%M:%S')} {text}\n")
+        except OSError as error:  # a full disk is no reason to end what the log is about
+            self._log = None
+            self.say(f"WARNING: the run's log is not written any more: {error.strerror}")
 
     def _sentence(self, event: Event) -> str:
         seconds = event.at - self._began.get(event.task, event.at)

@@ -27,6 +27,8 @@ class PolicySpec:
         train_micro_batch_size: sequences per microbatch where packing is off or the model does not allow it.
         rollouts_per_optimizer_step: None makes one optimizer step of each batch.
         seed: of torch's generator.
+        deterministic: every kernel gives the same bits each time; an operation that has no such kernel is an error.
+        threads: torch threads; None takes the process's. The order of additions, so the last bits, depend on it.
     """
 
     model_folder: str
@@ -42,3 +44,5 @@ class PolicySpec:
     train_micro_batch_size: int = 4
     rollouts_per_optimizer_step: int | None = None
     seed: int = 0
+    deterministic: bool = False
+    threads: int | None = None

@@ -2,7 +2,7 @@
 
     weights/                 a Hugging Face model folder in float32 (config, generation config, tokenizer, safetensors)
     optimizer.safetensors    ``<state>/<parameter>`` for every state tensor of AdamW
-    state.json               format, schedule step, torch generator
+    state.json               format, schedule step, torch's generators of every rank, and what computed it
 
 Everything is read and compared with the worker before anything of it is changed.
 """
@@ -23,9 +23,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from gymloop.errors import ConfigError
+from gymloop.files import UnwritableError
 from gymloop.policy.optimizer import MasterAdamW
 
-FORMAT = 1
+FORMAT = 2
 WEIGHTS = "weights"
 OPTIMIZER = "optimizer.safetensors"
 STATE = "state.json"
@@ -50,7 +51,18 @@ def save(folder: Path, model: Any, optimizer: MasterAdamW, source: Path) -> None
         model: for its configuration.
         optimizer: holds the masters.
         source: model folder whose tokenizer files are copied, so that ``weights/`` can be used alone.
+
+    Raises:
+        UnwritableError: the disk refused.
     """
+    try:
+        _save(folder, model, optimizer, source)
+    except (OSError, SafetensorError) as error:  # safetensors has its own error for a disk that is full
+        reason = getattr(error, "strerror", None) or str(error)
+        raise UnwritableError(f"the policy was not written: {reason} ({folder})") from error
+
+
+def _save(folder: Path, model: Any, optimizer: MasterAdamW, source: Path) -> None:
     weights = folder / WEIGHTS
     weights.mkdir(parents=True, exist_ok=True)
     config = copy.deepcopy(model.config)
@@ -69,13 +81,23 @@ def save(folder: Path, model: Any, optimizer: MasterAdamW, source: Path) -> None
     state = {
         "format": FORMAT,
         "schedule_step": optimizer.schedule_step,
-        "torch_generator": base64.b64encode(torch.get_rng_state().numpy().tobytes()).decode(),
+        "generators": [_generators()],  # one entry a rank
+        "made_with": made_with(),
     }
     (folder / STATE).write_text(json.dumps(state, indent=1) + "\n", encoding="utf-8")
 
 
-def restore(folder: Path, optimizer: MasterAdamW) -> None:
+def made_with() -> dict[str, Any]:
+    """What the last bits of a result depend on besides the numbers it is computed from."""
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+    return {"torch": torch.__version__, "threads": torch.get_num_threads(), "device": device}
+
+
+def restore(folder: Path, optimizer: MasterAdamW) -> dict[str, Any]:
     """Put a saved state into a loaded policy.
+
+    Returns:
+        What it was made with, see ``made_with``.
 
     Raises:
         ConfigError: a file is missing or damaged, or does not belong to this model; nothing was changed.
@@ -112,9 +134,28 @@ def restore(folder: Path, optimizer: MasterAdamW) -> None:
         {"state": adamw_state, "param_groups": optimizer.adamw.state_dict()["param_groups"]}
     )
     optimizer.schedule_step = state["schedule_step"]
-    torch.set_rng_state(torch.frombuffer(bytearray(base64.b64decode(state["torch_generator"])), dtype=torch.uint8))
+    _set_generators(state["generators"][0])
     optimizer.zero_grad()
     optimizer.refresh()
+    return dict(state["made_with"])
+
+
+def _generators() -> dict[str, str]:
+    """State of torch's generators by device, base64."""
+    states = {"cpu": torch.get_rng_state()}
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        states |= {f"cuda:{index}": value for index, value in enumerate(torch.cuda.get_rng_state_all())}
+    return {device: base64.b64encode(value.numpy().tobytes()).decode() for device, value in states.items()}
+
+
+def _set_generators(states: Mapping[str, str]) -> None:
+    """Put saved states back; a device that this process does not have keeps none."""
+    for device, text in states.items():
+        value = torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
+        if device == "cpu":
+            torch.set_rng_state(value)
+        elif int(device.removeprefix("cuda:")) < torch.cuda.device_count():
+            torch.cuda.set_rng_state(value, device)
 
 
 def _moments(optimizer: MasterAdamW) -> dict[str, Tensor]:
@@ -130,11 +171,16 @@ def _read_state(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path.parent} is not a saved policy: it has no {path.name}")
     try:
         state = json.loads(path.read_text(encoding="utf-8"))
-        known = state["format"] == FORMAT and isinstance(state["schedule_step"], int) and state["torch_generator"]
+        known = (
+            state["format"] == FORMAT
+            and isinstance(state["schedule_step"], int)
+            and state["generators"]
+            and state["made_with"]
+        )
     except (ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{path} cannot be read as the state of a policy: {error!r}") from error
     if not known:
-        raise ConfigError(f"{path} has format {state['format']!r}; expected {FORMAT}, with a step and a generator")
+        raise ConfigError(f"{path} has format {state['format']!r}; expected {FORMAT}, with a step and generators")
     return state
 
 

@@ -8,6 +8,7 @@ metrics.
 
 from __future__ import annotations
 
+import os
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -52,6 +53,14 @@ class PolicyWorker:
         self._reference: Any = None
         self._optimizer: MasterAdamW | None = None
         self._packing = False
+        self._progress = ("the weights", 0, 0)
+
+    def load_progress(self) -> tuple[str, int, int]:
+        """What is being loaded, the bytes of it that are there, and their total (0 where it is not bytes).
+
+        It changes as long as loading gets on, so a deadline may be extended by it.
+        """
+        return self._progress
 
     def load(self) -> dict[str, Any]:
         """Read the weights, settle the precision, and find out whether the model can be packed.
@@ -64,13 +73,21 @@ class PolicyWorker:
             ConfigError: the folder or the device cannot be used.
         """
         begin = time.monotonic()
+        if self.spec.threads is not None:
+            torch.set_num_threads(self.spec.threads)
+        if self.spec.deterministic:
+            # cuBLAS reads it when the process first touches the device.
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+            torch.use_deterministic_algorithms(True)
         torch.manual_seed(self.spec.seed)
         precision = settle_precision(self.spec.precision, self.spec.device)
-        model = load_causal_lm(self.spec.model_folder, "float32", self.spec.device)
+        model = load_causal_lm(self.spec.model_folder, "float32", self.spec.device, self._read)
+        self._progress = ("the comparison of packed with unpacked rows", 0, 0)
         reason: str | None = "policy.sequence_packing.enabled is false"
         if self.spec.packing:
             reason = why_not_packed(model, self.temperature)
         self._packing = reason is None
+        self._progress = ("the optimizer", 0, 0)
         self._optimizer = MasterAdamW(
             model.named_parameters(),
             self.spec.optimizer,
@@ -80,7 +97,8 @@ class PolicyWorker:
         )
         self._model = model
         if self.spec.loss.reference_policy_kl_penalty > 0:
-            self._reference = load_causal_lm(self.spec.model_folder, precision, self.spec.device).requires_grad_(False)
+            reference = load_causal_lm(self.spec.model_folder, precision, self.spec.device, self._read)
+            self._reference = reference.requires_grad_(False)
             if self._packing:
                 use_tree_attention(self._reference)
         return {
@@ -171,16 +189,34 @@ class PolicyWorker:
         return take(self._model.named_parameters())
 
     def save(self, folder: str | Path) -> None:
-        """Write weights, optimizer and generator; see ``state``."""
+        """Write weights, optimizer and generators; see ``state``.
+
+        Raises:
+            UnwritableError: the disk refused; what is in the folder is worth nothing.
+        """
         state.save(Path(folder), self._model, self._loaded(), Path(self.spec.model_folder))
 
-    def restore(self, folder: str | Path) -> None:
+    def restore(self, folder: str | Path) -> str | None:
         """Go on from what ``save`` wrote; the reference of the KL penalty stays the model folder's.
+
+        Returns:
+            One sentence where ``deterministic`` cannot hold because what computes is not what did, else None.
 
         Raises:
             ConfigError: the folder is incomplete or belongs to another model; nothing was changed.
         """
-        state.restore(Path(folder), self._loaded())
+        then, now = state.restore(Path(folder), self._loaded()), state.made_with()
+        changed = [f"{key} {then.get(key)}, now {value}" for key, value in now.items() if then.get(key) != value]
+        if not changed or not self.spec.deterministic:
+            return None
+        return f"the run goes on, but not bit for bit as it would have: {folder} was made with {'; '.join(changed)}"
+
+    def close(self) -> None:
+        """Let go of the model; every other call fails from now on. Safe to call twice."""
+        self._model = self._reference = self._optimizer = None
+
+    def _read(self, done: int, total: int) -> None:
+        self._progress = ("the weights", done, total)
 
     def _loaded(self) -> MasterAdamW:
         if self._optimizer is None:

@@ -11,13 +11,15 @@ verdict:
 | ``ConfigError`` | nothing will work | raised to the caller; other rollouts are cancelled |
 | anything else | a bug in gymloop | raised likewise, never hidden in a record |
 
-A failure has no reward. Cancelling the collector cancels every rollout and closes its session.
+A failure has no reward. Its record names the party with its route, and what the party did (``gymloop.errors.Cause``).
+Cancelling the collector cancels every rollout and closes its session.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import logging
 import time
 from collections import Counter
@@ -27,7 +29,7 @@ from dataclasses import dataclass
 from gymloop.config.schema import Rollouts
 from gymloop.errors import DataError, GymloopError, InfraError, PolicyError
 from gymloop.gym.agent import Conversation, tool_calling
-from gymloop.gym.contract import Row, Session, SessionSource
+from gymloop.gym.contract import ROLLOUT_SEED, Row, Session, SessionSource
 from gymloop.gym.deadline import within
 from gymloop.gym.model_client import ModelClient, Profile
 from gymloop.rollouts.retry import backoff_s
@@ -52,6 +54,12 @@ def expand(groups: Iterable[tuple[str, Row]], num_generations: int) -> list[Roll
     return [RolloutTask(group_id, sample, row) for group_id, row in groups for sample in range(num_generations)]
 
 
+def rollout_seed(seed: int, task: RolloutTask) -> int:
+    """63 bits from the run's seed and the rollout's ids; a second attempt has the same."""
+    digest = hashlib.sha256(f"{seed}/{task.group_id}/{task.sample_id}".encode()).digest()
+    return int.from_bytes(digest[:8], "big") >> 1
+
+
 @dataclass(frozen=True, slots=True)
 class Collector:
     """Runs rollouts of any environment against one model.
@@ -63,6 +71,7 @@ class Collector:
         max_turns: model calls per rollout.
         max_tokens: tokens per model call.
         profile: sampling profile of the requests.
+        seed: of the run; with a rollout's ids it seeds the environment's session.
     """
 
     sources: Mapping[str, SessionSource]
@@ -71,6 +80,7 @@ class Collector:
     max_turns: int
     max_tokens: int
     profile: Profile = "train"
+    seed: int = 0
 
     async def collect(self, tasks: Sequence[RolloutTask]) -> AsyncGenerator[Rollout, None]:
         """Yield one record per task, as each finishes. Closing the generator (``aclosing``) cancels the rest.
@@ -94,7 +104,7 @@ class Collector:
         try:
             left = len(tasks)
             while left:
-                # Bounded: every attempt has a deadline and attempts are counted.
+                # bounded: every attempt has a deadline and attempts are counted
                 record = await finished.get()
                 if isinstance(record, asyncio.Task):
                     record.result()
@@ -104,7 +114,7 @@ class Collector:
         finally:
             for running in lanes:
                 running.cancel()
-            await asyncio.gather(*lanes, return_exceptions=True)
+            await asyncio.gather(*lanes, return_exceptions=True)  # bounded: they were cancelled
 
     async def gather(
         self, tasks: Sequence[RolloutTask], on_rollout: Callable[[Rollout, int], None] | None = None
@@ -149,7 +159,8 @@ class Collector:
         name = task.row["agent_ref"]["name"]
         call_s = self.limits.call_timeout_s
         conversation.where = where = f"environment {name}, seed_session"
-        session = await within(call_s, where, self.sources[name].seed_session(task.row))
+        row = {**task.row, ROLLOUT_SEED: rollout_seed(self.seed, task)}
+        session = await within(call_s, where, self.sources[name].seed_session(row))
         try:
             await tool_calling(
                 task.row,
@@ -161,6 +172,7 @@ class Collector:
                 max_tokens=self.max_tokens,
                 call_timeout_s=call_s,
                 profile=self.profile,
+                rollout_id=f"{task.group_id}/{task.sample_id}",
             )
             conversation.where = where = f"environment {name}, verify"
             verdict = await within(call_s, where, session.verify(conversation.response()))
@@ -215,14 +227,15 @@ def _refuse_duplicates(ids: Iterable[tuple[str, int]]) -> None:
 
 
 def _failure(
-    task: RolloutTask, attempt: int, kind: FailureKind, error: Exception, conversation: Conversation
+    task: RolloutTask, attempt: int, kind: FailureKind, error: GymloopError, conversation: Conversation
 ) -> Failure:
-    return Failure(task.group_id, task.sample_id, attempt, kind, str(error), conversation.where)
+    cause = error.cause
+    return Failure(task.group_id, task.sample_id, attempt, kind, str(error), conversation.where, cause)
 
 
 async def _close(session: Session, name: str) -> None:
     """Close a session whose rollout is already decided: a failure here is told and changes nothing."""
     try:
         await within(_CLOSE_S, f"environment {name}, close", session.close())
-    except InfraError as error:
+    except (InfraError, DataError, PolicyError) as error:
         log.warning("%s", error)

@@ -1,8 +1,9 @@
 """A trajectory holds exactly the tokens that were sampled, and says of every token where it came from.
 
 A turn is one model call. A turn whose prompt begins with the prompt and sampled ids of the turn before it continues
-that turn's segment; any other turn begins a new segment. Only ``SAMPLED`` tokens are ever trained. A rollout that
-failed is a ``Failure`` and has no reward: it is never reward 0.
+that turn's segment; any other turn begins a new segment, which says where it departs. Only ``sampled`` tokens are ever
+trained; ``template`` and ``environment`` tokens are context (see ``tokens.provenance``). A rollout that failed is a
+``Failure`` and has no reward: it is never reward 0.
 """
 
 from __future__ import annotations
@@ -11,8 +12,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from gymloop.errors import Cause
+from gymloop.tokens.divergence import Divergence, diverge
+from gymloop.tokens.provenance import Run, join_runs, last_tokens
+
 FinishReason = Literal["stop", "length", "tool_calls", "abort"]
-FailureKind = Literal["infra", "data", "policy", "config"]
+FailureKind = Literal["infra", "data", "policy"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +31,9 @@ class Turn:
         finish_reason: why sampling ended; ``length`` also when the context limit cut it.
         first_version: weight version that sampled the first token.
         last_version: weight version that sampled the last token.
+        divergence: why the prompt does not continue the turn before; None where it does, and for a first turn.
+        provenance: of the last so many prompt tokens, at least those behind the turn before; None where the server was
+            not asked or could not tell.
     """
 
     prompt_ids: tuple[int, ...]
@@ -34,6 +42,8 @@ class Turn:
     finish_reason: FinishReason
     first_version: int
     last_version: int
+    divergence: Divergence | None = None
+    provenance: tuple[Run, ...] | None = None
 
     def __post_init__(self) -> None:
         if len(self.sampled_ids) != len(self.logprobs):
@@ -51,11 +61,17 @@ class Segment:
         ids: all tokens, prompts and samples of its turns in order.
         sampled: for each sampled token, its index in ``ids``; ascending.
         logprobs: engine logprob of each sampled token, aligned with ``sampled``.
+        first_turn: index of its first turn.
+        began: why it does not continue the turn before; None for a rollout's first segment.
+        provenance: of every token, run-length encoded; ``sampled`` runs are exactly the positions in ``sampled``.
     """
 
     ids: tuple[int, ...]
     sampled: tuple[int, ...]
     logprobs: tuple[float, ...]
+    first_turn: int = 0
+    began: Divergence | None = None
+    provenance: tuple[Run, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,9 +109,11 @@ class Failure:
     """A rollout that did not finish: excluded from every mean and denominator, and counted by kind.
 
     Attributes:
-        kind: which part of the taxonomy in ``gymloop.errors`` it belongs to.
+        attempt: the last one, from 0; an infra failure has used up all of them.
+        kind: which part of the taxonomy in ``gymloop.errors`` it belongs to; a ``config`` error ends the run instead.
         reason: one sentence.
-        where: the party that failed, e.g. ``environment calculator, verify``.
+        where: the party that failed and its route, e.g. ``environment calculator, verify``.
+        cause: what the party did; tells failures of one kind apart.
     """
 
     group_id: str
@@ -104,6 +122,16 @@ class Failure:
     kind: FailureKind
     reason: str
     where: str
+    cause: Cause = "other"
+
+    @property
+    def party(self) -> str:
+        """``where`` without the route: ``environment calculator``, or ``model http://...``."""
+        return self.where.partition(", ")[0]
+
+    def __str__(self) -> str:
+        """The reason, with the party in front unless the reason names it."""
+        return self.reason if self.where.removeprefix("model ") in self.reason else f"{self.where}: {self.reason}"
 
 
 Rollout = Trajectory | Failure
@@ -119,10 +147,19 @@ class Group:
 
 
 def as_record(rollout: Rollout) -> dict[str, Any]:
-    """A rollout as JSON values for reading: what was said and how it was judged, without token ids."""
+    """A rollout as JSON values for reading: what was said and how it was judged, without its sequences of token ids.
+
+    ``segments`` says of each token sequence where it begins, how long it is and, beyond the first, why it does not
+    continue the turn before: the first differing index, and both sides' ids and text around it.
+    """
     shared = {"group_id": rollout.group_id, "sample_id": rollout.sample_id, "attempt": rollout.attempt}
     if isinstance(rollout, Failure):
-        return shared | {"failure": rollout.kind, "reason": rollout.reason, "where": rollout.where}
+        return shared | {
+            "failure": rollout.kind,
+            "cause": rollout.cause,
+            "reason": rollout.reason,
+            "where": rollout.where,
+        }
     bundle = ("prompt_token_ids", "generation_token_ids", "generation_log_probs")
     return shared | {
         "reward": rollout.reward,
@@ -130,33 +167,70 @@ def as_record(rollout: Rollout) -> dict[str, Any]:
         "truncated": rollout.truncated,
         "turns": len(rollout.turns),
         "sampled_tokens": sum(len(turn.sampled_ids) for turn in rollout.turns),
+        "tool_calls": rollout.tool_calls,
+        "bad_tool_calls": rollout.bad_tool_calls,
         "weight_versions": [rollout.turns[0].first_version, rollout.turns[-1].last_version] if rollout.turns else [],
+        "segments": [_segment_record(segment) for segment in all_segments(rollout.turns)],
         "output": [{key: value for key, value in item.items() if key not in bundle} for item in rollout.output],
         "seconds": rollout.seconds,
+    }
+
+
+def _segment_record(segment: Segment) -> dict[str, Any]:
+    return {
+        "first_turn": segment.first_turn,
+        "tokens": len(segment.ids),
+        "sampled": len(segment.sampled),
+        "began": segment.began and segment.began.as_record(),
+        "provenance": [list(run) for run in segment.provenance],
     }
 
 
 def segments(turns: Sequence[Turn]) -> tuple[Segment, ...]:
     """Join turns into segments: one as long as each prompt extends the turn before it, a new one where it does not.
 
-    A turn with no sampled token trains nothing; it still carries its prompt into the sequence when it extends it.
+    A turn with no sampled token trains nothing; it still carries its prompt into the sequence when it extends it. A
+    segment without any sampled token is left out.
     """
+    return tuple(segment for segment in all_segments(turns) if segment.sampled)
+
+
+def all_segments(turns: Sequence[Turn]) -> tuple[Segment, ...]:
+    """As ``segments``, those without a sampled token included."""
     result: list[Segment] = []
+    start = 0
+    while start < len(turns):
+        start = _join(turns, start, result)
+    return tuple(result)
+
+
+def _join(turns: Sequence[Turn], start: int, result: list[Segment]) -> int:
+    """Append the segment that begins with turn ``start``; the index of the first turn that does not continue it."""
     ids: list[int] = []
     sampled: list[int] = []
     logprobs: list[float] = []
-
-    def close() -> None:
-        if sampled:
-            result.append(Segment(tuple(ids), tuple(sampled), tuple(logprobs)))
-
-    for turn in turns:
-        if list(turn.prompt_ids[: len(ids)]) != ids:
-            close()
-            ids, sampled, logprobs = [], [], []
-        ids.extend(turn.prompt_ids[len(ids) :])
+    runs: list[Run] = []
+    for index in range(start, len(turns) + 1):
+        if index == len(turns) or list(turns[index].prompt_ids[: len(ids)]) != ids:
+            break
+        turn = turns[index]
+        new = turn.prompt_ids[len(ids) :]
+        runs += last_tokens(turn.provenance or (), len(new))
+        runs.append(("sampled", len(turn.sampled_ids)))
+        ids.extend(new)
         sampled.extend(range(len(ids), len(ids) + len(turn.sampled_ids)))
         ids.extend(turn.sampled_ids)
         logprobs.extend(turn.logprobs)
-    close()
-    return tuple(result)
+    began = _began(turns, start)
+    result.append(Segment(tuple(ids), tuple(sampled), tuple(logprobs), start, began, join_runs(runs)))
+    return index
+
+
+def _began(turns: Sequence[Turn], start: int) -> Divergence | None:
+    if start == 0:
+        return None
+    if (told := turns[start].divergence) is not None:
+        return told
+    before = turns[start - 1]
+    reason = f"the prompt of turn {start} does not begin with the tokens of the turn before"
+    return diverge(reason, before.prompt_ids + before.sampled_ids, turns[start].prompt_ids)

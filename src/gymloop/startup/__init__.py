@@ -1,7 +1,8 @@
 """Bring the parts of a run up together: the task graph, its timeline, and sockets held from the first moment."""
 
-from gymloop.startup.graph import Context, Event, Started, StartupError, Task, run_graph
+from gymloop.startup.graph import Started, run_graph
 from gymloop.startup.sockets import hold_socket
+from gymloop.startup.task import Context, Event, StartupError, Task
 from gymloop.startup.timeline import Record, Timeline, critical_path
 
 __all__ = [

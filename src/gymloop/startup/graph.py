@@ -18,112 +18,28 @@ whose threads never keep the process alive.
 from __future__ import annotations
 
 import asyncio
-import contextvars
-import difflib
-import inspect
 import logging
 import threading
-import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
-from gymloop.errors import ConfigError, GymloopError
+from gymloop.errors import GymloopError
+from gymloop.startup.order import dependency_order
+from gymloop.startup.task import Event, StartupError, Task, Undo
+from gymloop.startup.teardown import Teardown, sentence
+from gymloop.startup.threads import in_thread, settle
 from gymloop.startup.timeline import Outcome, Record, Timeline
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-Undo = Callable[[], Awaitable[object] | object]
 
-CANCEL_S = 1.0
-"""A cancelled task has this long to end before it is abandoned."""
+CANCEL_S = 0.8
+"""A cancelled task has this long to end before it is abandoned, so that a failure is told within a second."""
 TEARDOWN_S = 10.0
 """Each teardown of a startup that failed has this long."""
-
-
-class StartupError(GymloopError):
-    """A task of the startup failed; everything else was cancelled and torn down before this was raised.
-
-    Attributes:
-        task: name of the task that failed first.
-        kind: that of the cause when the cause is one of gymloop's errors, else ``infra``.
-        timeline: what had happened until then.
-    """
-
-    def __init__(self, message: str, task: str, kind: str, timeline: Timeline) -> None:
-        super().__init__(message)
-        self.task = task
-        self.kind = kind
-        self.timeline = timeline
-
-
-@dataclass(frozen=True, slots=True)
-class Task(Generic[T]):
-    """One thing to start.
-
-    Attributes:
-        name: unique in the graph; errors, metrics and the timeline use it.
-        run: builds the thing. It must never block the event loop.
-        needs: names of the tasks whose results it uses.
-        deadline_s: seconds it may go without progress, measured from its start or its last ``Context.progress``.
-        teardown: undoes a finished task, given its result. A coroutine function runs on the event loop, a plain
-            function in a thread of its own, so that one that blocks cannot hold up the others.
-    """
-
-    name: str
-    run: Callable[[Context], Awaitable[T]]
-    needs: tuple[str, ...] = ()
-    deadline_s: float = field(kw_only=True)
-    teardown: Callable[[T], Awaitable[object] | object] | None = field(default=None, kw_only=True)
-
-
-@dataclass(frozen=True, slots=True)
-class Event:
-    """Something a live view may show; delivered on the event loop, in order.
-
-    Attributes:
-        task: the task it is about.
-        kind: what happened.
-        at: seconds since the graph began.
-        message: what it waits for (``progress``) or why it failed (``failed``), else empty.
-    """
-
-    task: str
-    kind: Literal["started", "progress", "done", "failed", "cancelled", "abandoned"]
-    at: float
-    message: str = ""
-
-
-class Context:
-    """What a running task may ask of the graph. Every method may be called from any thread."""
-
-    def __init__(self, state: _State, results: Mapping[str, Any], graph: _Graph) -> None:
-        self._state = state
-        self._graph = graph
-        self.results: Mapping[str, Any] = _Needed(state.task.name, results)
-        """Results of the tasks it needs, by name."""
-
-    def progress(self, waits_for: str) -> None:
-        """Extend the deadline by ``deadline_s`` from now, and say what the task waits for now."""
-        self._graph.note(self._state, waits_for)
-
-    def on_teardown(self, undo: Undo) -> None:
-        """Register the undoing of something half built, before the task has ended.
-
-        Called whether the task then succeeds, fails or is cancelled; after its ``teardown``, in reverse order.
-        """
-        self._graph.push(self._state.task.name, undo)
-
-    async def in_thread(self, work: Callable[..., T], *args: Any, undo: Callable[[T], object] | None = None) -> T:
-        """Run blocking work in a thread that never keeps the process alive.
-
-        Cancelling the task leaves the thread to finish on its own; ``undo`` then gets the result that nobody took.
-        The thread lives until the graph is torn down, because what the work started may live only as long: Linux sends
-        a child's death signal (PR_SET_PDEATHSIG) when the thread that started it ends, and Ray's head uses that.
-        """
-        return await self._graph.in_thread(partial(work, *args), f"startup-{self._state.task.name}", undo)
 
 
 class Started:
@@ -147,7 +63,7 @@ class Started:
         Returns:
             One sentence per teardown that failed; each was logged as a warning.
         """
-        troubles, interrupted = await self._graph.tear_down(timeout)
+        troubles, interrupted = await self._graph.teardown.run(timeout)
         if interrupted:
             raise asyncio.CancelledError
         return troubles
@@ -186,43 +102,6 @@ async def run_graph(
     return Started(graph.results, graph.timeline(), graph)
 
 
-def dependency_order(tasks: Sequence[Task[Any]]) -> tuple[Task[Any], ...]:
-    """The tasks, each after those it needs, otherwise in the order given.
-
-    Raises:
-        ConfigError: unknown need, cycle, duplicate name or deadline that is not positive.
-    """
-    by_name: dict[str, Task[Any]] = {}
-    for task in tasks:
-        if task.name in by_name:
-            raise ConfigError(f"two startup tasks are named {task.name!r}")
-        if not task.deadline_s > 0:
-            raise ConfigError(f"startup task {task.name!r} has deadline_s {task.deadline_s}, expected more than 0 s")
-        by_name[task.name] = task
-    for task in tasks:
-        for need in task.needs:
-            if need not in by_name:
-                nearest = difflib.get_close_matches(need, by_name, n=1)
-                hint = f"; the nearest is {nearest[0]!r}" if nearest else ""
-                raise ConfigError(f"startup task {task.name!r} needs {need!r}, which is not a task{hint}")
-    order: dict[str, Task[Any]] = {}
-    while len(order) < len(by_name):
-        waiting = (task for name, task in by_name.items() if name not in order)
-        ready = next((task for task in waiting if order.keys() >= set(task.needs)), None)
-        if ready is None:
-            raise ConfigError(f"startup tasks wait for each other: {' -> '.join(_cycle(by_name, order))}")
-        order[ready.name] = ready
-    return tuple(order.values())
-
-
-def _cycle(by_name: Mapping[str, Task[Any]], ended: Mapping[str, Task[Any]]) -> list[str]:
-    """One cycle among the tasks that can never begin; each of them has a need that cannot begin either."""
-    walk = [next(name for name in by_name if name not in ended)]
-    while walk.count(walk[-1]) == 1:
-        walk.append(next(need for need in by_name[walk[-1]].needs if need not in ended))
-    return walk[walk.index(walk[-1]) :]
-
-
 @dataclass(slots=True)
 class _State:
     """One task while the graph runs. ``heard`` is when it last showed progress, all times on the graph's clock."""
@@ -249,6 +128,24 @@ class _Needed(dict[str, Any]):
         raise KeyError(f"startup task {self._task!r} reads the result of {name!r} without naming it in needs")
 
 
+class _Context:
+    """See ``task.Context``."""
+
+    def __init__(self, state: _State, results: Mapping[str, Any], graph: _Graph) -> None:
+        self._state = state
+        self._graph = graph
+        self.results: Mapping[str, Any] = _Needed(state.task.name, results)
+
+    def progress(self, waits_for: str) -> None:
+        self._graph.note(self._state, waits_for)
+
+    def on_teardown(self, undo: Undo) -> None:
+        self._graph.push(self._state.task.name, undo)
+
+    async def in_thread(self, work: Callable[..., T], *args: Any, undo: Callable[[T], object] | None = None) -> T:
+        return await in_thread(partial(work, *args), f"startup-{self._state.task.name}", undo)
+
+
 class _Graph:
     def __init__(
         self, order: tuple[Task[Any], ...], on_event: Callable[[Event], None] | None, max_parallel: int | None
@@ -259,11 +156,10 @@ class _Graph:
         self._max_parallel = max_parallel or len(order)
         self._loop = asyncio.get_running_loop()
         self._thread = threading.get_ident()
-        self._zero = time.monotonic()
-        self._undos: list[tuple[str, Undo]] = []  # grows in order of completion, so a need always lies below its users
+        self._zero = self._loop.time()
+        self.teardown = Teardown()
         self._failed: str | None = None
         self._unwound = False
-        self._torn_down = threading.Event()
         self._late: set[asyncio.Task[Any]] = set()
 
     def timeline(self) -> Timeline:
@@ -290,7 +186,7 @@ class _Graph:
         futures = {name: state.future for name, state in self._states.items() if state.future is not None}
         for future in futures.values():
             future.cancel()
-        await _settle(set(futures.values()), CANCEL_S)
+        await settle(set(futures.values()), CANCEL_S, CANCEL_S)
         troubles = []
         for name, future in futures.items():
             if not future.done():
@@ -298,39 +194,15 @@ class _Graph:
                 future.add_done_callback(_retrieve)
                 troubles.append(f"startup task {name!r} ignored its cancellation and was abandoned")
             elif (error := _retrieve(future)) is not None and name != self._failed:
-                troubles.append(f"startup task {name!r} failed as well: {_sentence(error)}")
+                troubles.append(f"startup task {name!r} failed as well: {sentence(error)}")
         for trouble in troubles:
             logger.warning(trouble)
-        failures, _ = await self.tear_down(teardown_s)
+        failures, _ = await self.teardown.run(teardown_s)
         self._unwound = True
         return (*troubles, *failures)
 
-    async def tear_down(self, timeout: float) -> tuple[tuple[str, ...], bool]:
-        """Call every undo, newest first; returns what failed, and whether a cancellation came meanwhile."""
-        troubles: list[str] = []
-        interrupted = False
-        while self._undos:
-            name, undo = self._undos.pop()
-            work = asyncio.ensure_future(_call(undo, f"teardown-{name}"))
-            hurried = await _settle({work}, min(timeout, CANCEL_S) if interrupted else timeout)
-            interrupted = interrupted or hurried
-            if not work.done():
-                work.cancel()
-                troubles.append(f"teardown of startup task {name!r} did not end and was abandoned")
-            elif work.cancelled() or work.exception() is not None:
-                reason = "it was cancelled" if work.cancelled() else _sentence(work.exception())
-                troubles.append(f"teardown of startup task {name!r} failed: {reason}")
-            else:
-                continue
-            logger.warning(troubles[-1])
-        self._torn_down.set()
-        return tuple(troubles), interrupted
-
-    async def in_thread(self, work: Callable[[], T], name: str, undo: Callable[[T], object] | None) -> T:
-        return await _in_thread(work, name, undo, self._torn_down)
-
     def push(self, name: str, undo: Undo) -> None:
-        self._undos.append((name, undo))
+        self.teardown.push(name, undo)
         if self._unwound:  # an abandoned task built something after all
             self._loop.call_soon_threadsafe(self._tear_down_late)
 
@@ -338,6 +210,8 @@ class _Graph:
         if state.end is not None:  # a thread that outlives its task has nothing left to say
             return
         state.heard = self._now()
+        if state.notes and state.notes[-1][1] == waits_for:
+            return  # it goes on with the same; the view knows
         state.notes.append((state.heard, waits_for))
         self._emit(Event(state.task.name, "progress", state.heard, waits_for))
 
@@ -348,11 +222,11 @@ class _Graph:
         for state in ready[:free]:
             state.start = state.heard = self._now()
             needed = {need: self.results[need] for need in state.task.needs}
-            context = Context(state, needed, self)
+            context = _Context(state, needed, self)
             state.future = asyncio.create_task(self._one(state, context), name=f"startup {state.task.name}")
             self._emit(Event(state.task.name, "started", state.start))
 
-    async def _one(self, state: _State, context: Context) -> None:
+    async def _one(self, state: _State, context: _Context) -> None:
         task = state.task
         try:
             result = await task.run(context)
@@ -360,7 +234,7 @@ class _Graph:
             self._end(state, "cancelled")
             raise
         except BaseException as error:
-            self._end(state, "failed", _sentence(error))
+            self._end(state, "failed", sentence(error))
             raise
         # No await from here on: a task that ended with a result always has its teardown registered.
         self.results[task.name] = result
@@ -379,7 +253,7 @@ class _Graph:
         seconds = (first.end or 0.0) - (first.start or 0.0)
         raise StartupError(
             f"startup task {first.task.name!r} failed after {seconds:.1f} s: "
-            f"{'it cancelled itself' if cause is None else _sentence(cause)}",
+            f"{'it cancelled itself' if cause is None else sentence(cause)}",
             first.task.name,
             kind,
             self.timeline(),
@@ -423,84 +297,14 @@ class _Graph:
             self._on_event = None
 
     def _tear_down_late(self) -> None:
-        late = asyncio.ensure_future(self.tear_down(TEARDOWN_S))
+        late = asyncio.ensure_future(self.teardown.run(TEARDOWN_S))
         self._late.add(late)
         late.add_done_callback(self._late.discard)
 
     def _now(self) -> float:
-        return time.monotonic() - self._zero
-
-
-async def _settle(futures: set[asyncio.Task[Any]], timeout: float) -> bool:
-    """Wait until all have ended or the time is over; a cancellation cuts the wait to CANCEL_S instead of ending it.
-
-    Returns whether that happened. Exceptions stay in the futures.
-    """
-    interrupted = False
-    until = time.monotonic() + timeout
-    while pending := {future for future in futures if not future.done()}:
-        left = until - time.monotonic()
-        if left <= 0:
-            break
-        try:
-            await asyncio.wait(pending, timeout=left)
-        except asyncio.CancelledError:
-            interrupted = True
-            until = min(until, time.monotonic() + CANCEL_S)
-    return interrupted
+        return self._loop.time() - self._zero
 
 
 def _retrieve(future: asyncio.Task[Any]) -> BaseException | None:
     """The exception of a future that has ended; taking it keeps asyncio from reporting it a second time."""
     return None if future.cancelled() else future.exception()
-
-
-async def _call(undo: Undo, name: str) -> None:
-    result = undo() if inspect.iscoroutinefunction(undo) else await _in_thread(undo, name)
-    if inspect.isawaitable(result):
-        await result
-
-
-async def _in_thread(
-    work: Callable[[], T],
-    name: str,
-    undo: Callable[[T], object] | None = None,
-    stay_until: threading.Event | None = None,
-) -> T:
-    """Await ``work`` in a daemon thread; asyncio's own pool would make the interpreter wait for a thread that hangs."""
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[T] = loop.create_future()
-    context = contextvars.copy_context()
-
-    def deliver(result: T | None, error: BaseException | None) -> None:
-        if future.done():
-            if error is None and undo is not None:
-                threading.Thread(target=undo, args=(result,), name=f"{name}-undo", daemon=True).start()
-        elif error is not None:
-            future.set_exception(error)
-        else:
-            future.set_result(result)  # type: ignore[arg-type]
-
-    def run() -> None:
-        result, error = None, None
-        try:
-            result = context.run(work)
-        except BaseException as caught:  # noqa: BLE001  (not swallowed: it travels to whoever awaits)
-            error = caught
-        try:
-            loop.call_soon_threadsafe(deliver, result, error)
-        except RuntimeError:  # the loop has closed, so nobody awaits any more
-            if error is None and undo is not None:
-                undo(result)  # type: ignore[arg-type]
-        if stay_until is not None:
-            stay_until.wait()  # a daemon: it may also wait for the end of the process
-
-    threading.Thread(target=run, name=name, daemon=True).start()
-    return await future
-
-
-def _sentence(error: BaseException | None) -> str:
-    """An error as the end of a sentence; gymloop's own already read as one, others need their type."""
-    if isinstance(error, GymloopError) and str(error):
-        return str(error)
-    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__

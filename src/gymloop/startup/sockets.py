@@ -10,11 +10,14 @@ import errno
 import os
 import socket
 import sys
+from collections import Counter
 
 from gymloop.errors import ConfigError
+from gymloop.startup.holders import listeners
 
 # Spreads neighbouring process ids over the range, so that runs started together rarely try the same port.
 _STRIDE = 7919
+_NAMED_HOLDERS = 3
 
 
 def hold_socket(low: int, high: int, host: str = "127.0.0.1") -> socket.socket:
@@ -56,12 +59,21 @@ def hold_socket(low: int, high: int, host: str = "127.0.0.1") -> socket.socket:
                 raise ConfigError(f"cannot listen on {host} port {port}: {error.strerror}") from error
     taken = f"all {width} are taken" if not forbidden else f"{width - forbidden} are taken and {forbidden} forbidden"
     raise ConfigError(
-        f"no free port between {low} and {high} on {host}: {taken}; widen the range (port_range_low, port_range_high)"
+        f"no free port between {low} and {high} on {host}: {taken}{_by_whom(low, high)}; widen the range "
+        "(port_range_low, port_range_high) or end what holds it"
     )
 
 
+def _by_whom(low: int, high: int) -> str:
+    """Those who hold most of the range, where they can be seen."""
+    counted = Counter(listeners(low, high).values()).most_common(_NAMED_HOLDERS)
+    return f", by {' and '.join(holder for holder, _ in counted)}" if counted else ""
+
+
 def _listen(family: int, address: tuple) -> socket.socket:
-    sock = socket.socket(family, socket.SOCK_STREAM)
+    # The protocol is named because asyncio sets TCP_NODELAY on accepted connections only where it is; without it each
+    # reply waits 40 ms for the peer's delayed acknowledgement.
+    sock = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         # On Linux SO_REUSEADDR passes over connections in TIME_WAIT (a run started again at once) but never over a
         # listener. Elsewhere it can also steal the port of a wildcard listener, so there it stays off.

@@ -6,16 +6,20 @@ the model sampled is never tokenised again, and a prompt that cannot continue sa
 
 from gymloop.tokens.bridge import BridgeError
 from gymloop.tokens.conversation import ConversationError
+from gymloop.tokens.divergence import Divergence
 from gymloop.tokens.encoding import ControlTokenInInput
 from gymloop.tokens.renderer import Renderer
-from gymloop.tokens.tool_calls import ParsedReply, ToolCall, parse
+from gymloop.tokens.reply import Reply, ReplyReader, reply_reader
+from gymloop.tokens.tool_calls import ToolCall
 
 __all__ = [
     "BridgeError",
     "ControlTokenInInput",
     "ConversationError",
-    "ParsedReply",
+    "Divergence",
     "Renderer",
+    "Reply",
+    "ReplyReader",
     "ToolCall",
-    "parse",
+    "reply_reader",
 ]

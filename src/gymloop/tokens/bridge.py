@@ -2,21 +2,64 @@
 
 What a template writes after an assistant turn (the closing token, the new messages, the generation prompt) is taken
 from a fixed base conversation: one user message and one assistant turn whose text is a single slot character. The text
-behind the slot is the bridge. A template whose earlier output changes when messages are added cannot be bridged, and
-the caller begins a new segment instead.
+behind the slot is the bridge. A template that writes a tool's result only after a call is given a base that makes as
+many calls as there are results; what follows it is the bridge, whatever those calls look like. A template whose earlier
+output changes when messages are added cannot be bridged, and the caller begins a new segment instead.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from itertools import takewhile
+from typing import Any
 
 from gymloop.errors import DataError
 
-BASE_USER_TEXT = "x"
+_USER_TEXT = "x"
 
 
 class BridgeError(DataError):
     """This template cannot continue sampled ids with these messages; render everything and begin a new segment."""
+
+
+def base(slot: str) -> list[dict[str, Any]]:
+    """The fixed base conversation; ``slot`` stands for what the assistant says."""
+    return [{"role": "user", "content": _USER_TEXT}, {"role": "assistant", "content": slot}]
+
+
+def calling_base(slot: str, new_messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]] | None:
+    """The base whose assistant makes the calls that ``new_messages`` begin by answering; None if they answer none."""
+    results = list(takewhile(lambda message: message["role"] == "tool", new_messages))
+    if not results:
+        return None
+    calls = [
+        {
+            "id": message.get("tool_call_id", f"call{index:05d}"),
+            "type": "function",
+            "function": {"name": message.get("name", "f"), "arguments": {}},
+        }
+        for index, message in enumerate(results)
+    ]
+    user, said = base(slot)
+    return [user, said | {"content": "", "tool_calls": calls}]
+
+
+def tail_after_calls(rendered: str, before: str, closing: str) -> str:
+    """The bridge behind a base that makes calls.
+
+    Args:
+        rendered: that base and the new messages.
+        before: that base alone.
+        closing: what closes an assistant turn of plain text.
+
+    Raises:
+        BridgeError: turns that make calls are closed otherwise, or their text depends on what follows.
+    """
+    if not before.endswith(closing):
+        raise BridgeError("the chat template closes a turn that makes calls unlike one that makes none")
+    if not rendered.startswith(before):
+        raise BridgeError("the chat template renders earlier messages differently once others follow")
+    return closing + rendered[len(before) :]
 
 
 def tail(rendered: str, before: str, slot: str) -> str:

@@ -27,6 +27,7 @@ from gymloop.errors import DataError
 if TYPE_CHECKING:
     import tokenizers
 
+_MAX_SHIELDS = 4
 _PRIVATE = range(0xE000, 0xF900)
 _SUSPECT = re.compile("[\ue000-\uf8ff]|\\\\u[eEfF]")
 
@@ -45,17 +46,25 @@ class Marks:
         guard: stands inside every control token that a message spells.
         fence: stands around every control token that the template wrote.
         slot: stands for the text of an assistant turn (see ``bridge``).
+        begin, end: stand around text of a message where its tokens are to be told apart (see ``provenance``).
     """
 
     guard: str
     fence: str
     slot: str
+    begin: str
+    end: str
+
+    @property
+    def invisible(self) -> str:
+        """Those that leave no token."""
+        return self.guard + self.begin + self.end
 
 
 class _Control:
     """A set of control tokens, and where a text spells one or begins to."""
 
-    def __init__(self, tokens: Iterable[str]):
+    def __init__(self, tokens: Iterable[str], template: str):
         self.tokens = frozenset(tokens)
         longest_first = sorted(self.tokens, key=len, reverse=True)
         alternatives = "|".join(map(re.escape, longest_first)) or "(?!)"
@@ -64,9 +73,21 @@ class _Control:
         self._starts = re.compile(f"(?=(?:{alternatives}))(.)", re.DOTALL)
         self._prefixes = frozenset(token[:end] for token in self.tokens for end in range(1, len(token)))
         self._longest = max(map(len, self.tokens), default=0)
+        self._rests = frozenset(
+            token[end:] for token in self.tokens for end in range(1, len(token)) if _leads_in(token[:end], template)
+        )
 
     def break_in(self, text: str, guard: str) -> str:
-        """``text`` with every token, and every beginning of a token at its end, broken after its first character."""
+        """``text`` with every token broken after its first character.
+
+        So are a beginning of a token at the end of the text, which the template could finish, and what would finish
+        a token that the template begins just before it inserts a text.
+        """
+        if self._rests:
+            start = len(text) - len(text.lstrip())
+            rest = text[start:].rstrip()
+            if rest and any(known.startswith(rest) or rest.startswith(known) for known in self._rests):
+                text = text[: start + 1] + guard + text[start + 1 :]
         text = self._starts.sub(rf"\1{guard}", text)
         length = len(text)
         for size in range(1, min(self._longest, length + 1)):  # rightmost first: later insertions lie to the left
@@ -98,8 +119,8 @@ class Encoder:
             if token.content in template or (token.content.startswith("<|") and token.content.endswith("|>"))
         }
         """Id of each control token."""
-        self._every = _Control(self.control)
-        self._special = _Control(special)
+        self._every = _Control(self.control, template)
+        self._special = _Control(special, template)
         self._ids = frozenset(self.control.values())
         self.special_ids = frozenset(special.values())
         # Tokens matched in normalised text can hide from a search in the raw text.
@@ -113,7 +134,7 @@ class Encoder:
         used = {match for text in _strings(values) for match in _private_in(text)} | set(_private_in(self._template))
         free = (chr(code) for code in _PRIVATE if chr(code) not in used)
         try:
-            return Marks(next(free), next(free), next(free))
+            return Marks(next(free), next(free), next(free), next(free), next(free))
         except StopIteration:
             raise ControlTokenInInput(
                 "the conversation uses every private-use character; none is left to mark it"
@@ -123,13 +144,14 @@ class Encoder:
         """A copy of ``message`` whose strings spell no control token."""
         said = ("content", "reasoning_content") if message.get("role") == "assistant" else ()
         return {
-            key: self._break(value, self._special if key in said else self._every, marks.guard)
+            # A template compares roles, and may spell control tokens with them.
+            key: value if key == "role" else self._break(value, self._special if key in said else self._every, marks)
             for key, value in message.items()
         }
 
     def break_value(self, value: Any, marks: Marks) -> Any:
         """A copy of a JSON value whose strings, keys included, spell no control token."""
-        return self._break(value, self._every, marks.guard)
+        return self._break(value, self._every, marks)
 
     def encode(self, rendered: str, marks: Marks) -> tuple[int, ...]:
         """Ids of a rendered text, without the tokens a post-processor would add.
@@ -137,21 +159,11 @@ class Encoder:
         Raises:
             ControlTokenInInput: a control id comes out that the template did not write.
         """
-        # A template may have written the guard as a JSON escape.
-        text = re.sub(rf"\\u{ord(marks.guard):04x}", marks.guard, rendered, flags=re.IGNORECASE)
+        text = unescape(rendered, marks.guard)
         if marks.guard not in text:
             return tuple(self._backend.encode(text, add_special_tokens=False).ids)
-        wanted = Counter(
-            self.control[match.group()]
-            for match in self._every.pattern.finditer(text)
-            if not self._broken(text, match, marks)
-        )
-        renamed = self._every.pattern.sub(
-            lambda match: (
-                match.group() if self._broken(text, match, marks) else f"{marks.fence}{match.group()}{marks.fence}"
-            ),
-            text,
-        )
+        wanted = Counter(self.control[match.group()] for match in self._written(text, marks))
+        renamed = self._renamed(text, marks)
         ids = self._shielded(renamed.replace(marks.guard, ""), marks.fence)
         if self._forged(ids, wanted):
             # The model's own vocabulary spells the token (unigram models do): keep its two halves apart.
@@ -162,14 +174,55 @@ class Encoder:
             raise ControlTokenInInput(f"this tokenizer turns text of a message into the control token {names}")
         return ids
 
-    def _break(self, value: Any, control: _Control, guard: str) -> Any:
+    def trace(self, rendered: str, marks: Marks) -> tuple[tuple[int, ...], tuple[bool, ...]]:
+        """Ids of a rendered text whose message texts stand between ``begin`` and ``end``, and which of them are those.
+
+        Returns:
+            The ids that ``encode`` gives without those marks, and for each whether any of its characters is a
+            message's. A vocabulary that forces ``encode`` to keep halves of a token apart gives other ids here.
+        """
+        text = unescape(rendered, marks.invisible)
+        renamed = self._renamed(text, marks) if marks.guard in text else text
+        plain: list[str] = []
+        inside: list[bool] = []
+        within = False
+        for char in renamed:
+            if char == marks.begin or char == marks.end:
+                within = char == marks.begin
+            elif char != marks.guard:
+                plain.append(char)
+                inside.append(within)
+        whole = "".join(plain)
+        if renamed is text:
+            encoding = self._backend.encode(whole, add_special_tokens=False)
+            original: Mapping[int, int] = {}
+        else:
+            shield, original = self._shield_of(marks.fence)
+            encoding = shield.encode(whole, add_special_tokens=False)
+        ids = tuple(original.get(index, index) for index in encoding.ids)
+        return ids, tuple(any(inside[start:end]) for start, end in encoding.offsets)
+
+    def _written(self, text: str, marks: Marks) -> Iterator[re.Match[str]]:
+        """The control tokens that the template wrote."""
+        return (match for match in self._every.pattern.finditer(text) if not self._broken(text, match, marks))
+
+    def _renamed(self, text: str, marks: Marks) -> str:
+        """``text`` with those tokens under the names that the shield knows."""
+        pieces: list[str] = []
+        end = 0
+        for match in self._written(text, marks):
+            pieces += (text[end : match.start()], marks.fence, match.group(), marks.fence)
+            end = match.end()
+        return "".join((*pieces, text[end:]))
+
+    def _break(self, value: Any, control: _Control, marks: Marks) -> Any:
         if isinstance(value, str):
-            text = control.break_in(value, guard)
-            return self._break_normalised(text, control, guard) if self._normalises else text
+            text = control.break_in(value, marks.guard)
+            return self._break_normalised(text, control, marks.guard) if self._normalises else text
         if isinstance(value, Mapping):
-            return {self._break(k, control, guard): self._break(v, control, guard) for k, v in value.items()}
+            return {self._break(k, control, marks): self._break(v, control, marks) for k, v in value.items()}
         if isinstance(value, list | tuple):
-            return [self._break(item, control, guard) for item in value]
+            return [self._break(item, control, marks) for item in value]
         return value
 
     def _break_normalised(self, text: str, control: _Control, guard: str) -> str:
@@ -186,6 +239,13 @@ class Encoder:
             raise ControlTokenInInput("this tokenizer's normaliser turns text of a message into a control token")
         return text
 
+    def _shield_of(self, fence: str) -> tuple[tokenizers.Tokenizer, dict[int, int]]:
+        if fence not in self._shields:
+            if len(self._shields) >= _MAX_SHIELDS:  # conversations choose the fence; each shield is a whole tokenizer
+                self._shields.clear()
+            self._shields[fence] = _shield(self._backend, self.control, fence)
+        return self._shields[fence]
+
     @staticmethod
     def _broken(text: str, match: re.Match[str], marks: Marks) -> bool:
         """A token of one character has no inside: its guard follows it."""
@@ -196,10 +256,22 @@ class Encoder:
         return {index for index, count in seen.items() if count > wanted[index]}
 
     def _shielded(self, text: str, fence: str) -> tuple[int, ...]:
-        if fence not in self._shields:
-            self._shields[fence] = _shield(self._backend, self.control, fence)
-        shield, original = self._shields[fence]
+        shield, original = self._shield_of(fence)
         return tuple(original.get(index, index) for index in shield.encode(text, add_special_tokens=False).ids)
+
+
+def unescape(text: str, characters: str) -> str:
+    """``text`` with ``characters`` as themselves where a template wrote them as JSON escapes."""
+    for char in characters:
+        text = re.sub(rf"\\u{ord(char):04x}", char, text, flags=re.IGNORECASE)
+    return text
+
+
+def _leads_in(beginning: str, template: str) -> bool:
+    """Whether a template may write the beginning of a control token and then a text that is not its own."""
+    if "\\x" in template or "\\u" in template:
+        return True  # its strings may spell anything
+    return re.search(re.escape(beginning) + r"(?:['\"]|\s*\{[{%#])", template) is not None
 
 
 def _shield(

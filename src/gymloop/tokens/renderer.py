@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,12 @@ from gymloop.errors import ConfigError, DataError
 from gymloop.tokens import bridge
 from gymloop.tokens.bridge import BridgeError
 from gymloop.tokens.conversation import ConversationError, Message, Tool, normalise
-from gymloop.tokens.encoding import Encoder, Marks
+from gymloop.tokens.encoding import Encoder, Marks, unescape
+from gymloop.tokens.folder import generation_end_ids, model_vocab_size, template_text
+from gymloop.tokens.provenance import Run, balance, mark_messages, mark_tools, runs, texts_of
+from gymloop.tokens.reply import ReplyReader, reply_reader
 
+_MAX_HEADER = 64  # tokens of a generation prompt
 _MAX_CACHED_BASES = 64
 
 
@@ -28,10 +33,12 @@ class _Base:
 
     Attributes:
         before: text of its user message.
-        closing_ids: what follows the text of its assistant turn when nothing else does.
+        closing: what follows the text of its assistant turn when nothing else does.
+        closing_ids: its ids through the first end token; empty if there is none.
     """
 
     before: str
+    closing: str
     closing_ids: tuple[int, ...]
 
 
@@ -41,7 +48,10 @@ class Renderer:
     Attributes:
         end_token_ids: every token that ends a turn: those of the model's generation config, the tokenizer's own, and
             the one with which the template closes an assistant turn.
+        tokenizer_end_id: the tokenizer's own.
         vocab_size: ids are below this number; a model's may be above its tokenizer's.
+        control_ids: tokens that text of a message never becomes.
+        reader: reads what the model said in the form that the template shows it.
     """
 
     def __init__(
@@ -51,6 +61,7 @@ class Renderer:
         chat_template_kwargs: Mapping[str, Any] | None = None,
         end_token_ids: Collection[int] = (),
         vocab_size: int = 0,
+        reader: ReplyReader | None = None,
     ):
         """Wrap a fast tokenizer.
 
@@ -60,6 +71,7 @@ class Renderer:
             chat_template_kwargs: extra variables of the template.
             end_token_ids: tokens that end a turn beside the tokenizer's own and the template's.
             vocab_size: of the model, where it has more ids than the tokenizer.
+            reader: None reads calls as Hermes and Qwen write them, and leaves reasoning in the content.
 
         Raises:
             ConfigError: there is no template, or no fast backend.
@@ -74,14 +86,18 @@ class Renderer:
             )
         self._tokenizer = tokenizer
         self._template = chat_template
+        self.reader: ReplyReader = reader or reply_reader()
         self.chat_template_kwargs: dict[str, Any] = dict(chat_template_kwargs or {})
         sources = chat_template if chat_template is not None else own
         source = sources if isinstance(sources, str) else "\n".join(sources.values())
         self._encoder = Encoder(tokenizer.backend_tokenizer, source)
+        self.control_ids: frozenset[int] = frozenset(self._encoder.control.values())
         self._bases: dict[tuple[str, Marks], _Base] = {}
         self.vocab_size: int = max(vocab_size, len(tokenizer))
-        own_ends = (tokenizer.eos_token_id,) if tokenizer.eos_token_id is not None else ()
-        self.end_token_ids: tuple[int, ...] = tuple(dict.fromkeys((*end_token_ids, *own_ends, *self._template_end())))
+        self.tokenizer_end_id: int | None = tokenizer.eos_token_id
+        own_ends = (self.tokenizer_end_id,) if self.tokenizer_end_id is not None else ()
+        self.end_token_ids: tuple[int, ...] = tuple(dict.fromkeys((*end_token_ids, *own_ends)))
+        self.end_token_ids = tuple(dict.fromkeys((*self.end_token_ids, *self._template_end())))
         if not self.end_token_ids:
             raise ConfigError(f"{name} names no end token; set policy.generation.stop_token_ids")
 
@@ -92,6 +108,7 @@ class Renderer:
         chat_template: str | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         end_token_ids: Collection[int] | None = None,
+        reader: ReplyReader | None = None,
     ) -> Renderer:
         """Read tokenizer, template and end tokens from a model folder, without any network.
 
@@ -100,6 +117,7 @@ class Renderer:
             chat_template: Jinja text, or a path ending in ``.jinja``; None takes the tokenizer's own.
             chat_template_kwargs: extra variables of the template.
             end_token_ids: None takes those of the generation config.
+            reader: see ``__init__``.
 
         Raises:
             ConfigError: the folder, the tokenizer or the template is missing.
@@ -113,7 +131,8 @@ class Renderer:
         except Exception as error:  # a damaged tokenizer.json raises bare Exception
             raise ConfigError(f"no tokenizer can be loaded from {folder}: {error}") from error
         ends = generation_end_ids(folder) if end_token_ids is None else end_token_ids
-        return cls(tokenizer, _template_text(chat_template), chat_template_kwargs, ends, _model_vocab_size(folder))
+        template = template_text(chat_template)
+        return cls(tokenizer, template, chat_template_kwargs, ends, model_vocab_size(folder), reader)
 
     def render(
         self, messages: Sequence[Message], tools: Sequence[Tool] | None = None, add_generation_prompt: bool = True
@@ -125,7 +144,7 @@ class Renderer:
             ControlTokenInInput: see ``encoding``.
         """
         marks = self._encoder.marks(messages, tools, self.chat_template_kwargs)
-        text = self._text(self._shown(messages, marks), tools, marks, add_generation_prompt)
+        text = self._text(self._shown(messages, marks), self._shown_tools(tools, marks), add_generation_prompt)
         return self._encoder.encode(text, marks)
 
     def extend(
@@ -142,15 +161,63 @@ class Renderer:
             BridgeError: the template cannot continue sampled ids with these messages.
         """
         marks = self._encoder.marks(new_messages, tools, self.chat_template_kwargs)
-        shown = [*_base(marks), *(self._shown(new_messages, marks) if new_messages else [])]
+        shown = self._shown(new_messages, marks) if new_messages else []
+        shown_tools = self._shown_tools(tools, marks)
+        tail_ids = self._encoder.encode(self._tail(shown, shown_tools, marks), marks)
+        closing_ids = self._base_of(shown_tools, marks).closing_ids
+        return bridge.join(prefix_ids, tail_ids, closing_ids, self.end_token_ids)
+
+    def provenance(
+        self,
+        ids: Sequence[int],
+        messages: Sequence[Message],
+        tools: Sequence[Tool] | None = None,
+        *,
+        continued: int | None = None,
+    ) -> tuple[Run, ...] | None:
+        """Which tokens of a prompt are text of messages, and which are the template's; see ``provenance``.
+
+        Args:
+            ids: a prompt that ``render`` or ``extend`` gave.
+            messages: those it was made from: the whole conversation, or the new messages.
+            tools: of the conversation.
+            continued: how many ids ``extend`` was given; None for ``render``.
+
+        Returns:
+            Runs of ``ids[continued:]``; None where the template treats marked texts differently.
+
+        Raises:
+            DataError: as ``render`` and ``extend``.
+        """
+        marks = self._encoder.marks(messages, tools, self.chat_template_kwargs)
+        shown, shown_tools = (self._shown(messages, marks) if messages else []), self._shown_tools(tools, marks)
+        marked, marked_tools = mark_messages(shown, marks), mark_tools(shown_tools, marks)
         try:
-            base = self._base_of(tools, marks)
-            rendered = self._text(shown, tools, marks, add_generation_prompt=True)
-        except ConversationError as error:
-            raise BridgeError(str(error)) from error
-        tail_ids = self._encoder.encode(bridge.tail(rendered, base.before, marks.slot), marks)
-        end = next((i for i, token in enumerate(base.closing_ids) if token in self.end_token_ids), -1)
-        return bridge.join(prefix_ids, tail_ids, base.closing_ids[: end + 1], self.end_token_ids)
+            if continued is None:
+                plain = self._text(shown, shown_tools, add_generation_prompt=True)
+                text = self._text(marked, marked_tools, add_generation_prompt=True)
+            else:
+                # Texts of tools stand before the slot.
+                plain = self._tail(shown, shown_tools, marks)
+                text = self._tail(marked, shown_tools, marks)
+        except DataError:
+            self.render(messages, tools) if continued is None else self.extend(ids[:continued], messages, tools)
+            return None  # only the marked rendering failed
+        text = balance(text, marks, texts_of([shown, shown_tools]))
+        if unescape(plain, marks.guard) != text.replace(marks.begin, "").replace(marks.end, ""):
+            return None
+        traced, inside = self._encoder.trace(text, marks)
+        new = tuple(ids[continued or 0 :])
+        if not new or traced[-len(new) :] != new:
+            return None
+        return runs("environment" if flag else "template" for flag in inside[-len(new) :])
+
+    def opens_reasoning(self, prompt_ids: Sequence[int]) -> bool:
+        """Whether a prompt ends inside reasoning that the template began, as Nemotron's ``<think>`` prompt does."""
+        if self.reader.reasoning_parser is None:
+            return False  # without the decoding: this is asked of every prompt
+        last = next((i for i in range(len(prompt_ids) - 1, -1, -1) if prompt_ids[i] in self._encoder.special_ids), 0)
+        return self.reader.opened_by(self.decode(prompt_ids[max(last, len(prompt_ids) - _MAX_HEADER) :]))
 
     def demonstration(
         self, messages: Sequence[Message], tools: Sequence[Tool] | None = None
@@ -181,7 +248,24 @@ class Renderer:
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of ids, control tokens included, with no clean-up."""
-        return self._tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        # The backend's, for transformers' own looks at every id in Python first.
+        return self._tokenizer.backend_tokenizer.decode(list(ids), skip_special_tokens=False)
+
+    def tokenize(self, text: str, add_special_tokens: bool = True) -> tuple[int, ...]:
+        """Ids of text that is no conversation: control tokens that it spells are control tokens.
+
+        Args:
+            text: a whole prompt.
+            add_special_tokens: put what the tokenizer puts in front of a text, such as a begin token.
+        """
+        return tuple(self._tokenizer.encode(text, add_special_tokens=add_special_tokens))
+
+    @cached_property
+    def byte_token_ids(self) -> frozenset[int]:
+        """Tokens that are one byte of a character the vocabulary lacks; a run of them is decoded as one."""
+        names = (f"<0x{byte:02X}>" for byte in range(256))
+        found = (self._tokenizer.backend_tokenizer.token_to_id(name) for name in names)
+        return frozenset(token for token in found if token is not None)
 
     def said(self, sampled_ids: Sequence[int]) -> str:
         """What a turn says: its text without the end token."""
@@ -191,9 +275,9 @@ class Renderer:
     def _turn_ids(self, message: Message, tools: Sequence[Tool] | None) -> tuple[int, ...]:
         """What the model samples to say ``message``: its text on the fixed base, up to the end token."""
         marks = self._encoder.marks(message, tools, self.chat_template_kwargs)
-        user = _base(marks)[:1]
-        prompt = self._text(user, tools, marks, add_generation_prompt=True)
-        whole = self._text([*user, *self._shown([message], marks)], tools, marks, add_generation_prompt=False)
+        user, shown_tools = bridge.base(marks.slot)[:1], self._shown_tools(tools, marks)
+        prompt = self._text(user, shown_tools, add_generation_prompt=True)
+        whole = self._text([*user, *self._shown([message], marks)], shown_tools, add_generation_prompt=False)
         if not whole.startswith(prompt):
             raise DataError(
                 "the chat template writes an assistant turn that does not begin with its generation prompt, "
@@ -203,35 +287,63 @@ class Renderer:
         end = next((index for index, token in enumerate(ids) if token in self.end_token_ids), None)
         return (*ids, self.end_token_ids[0]) if end is None else ids[: end + 1]
 
-    def _base_of(self, tools: Sequence[Tool] | None, marks: Marks) -> _Base:
+    def _tail(self, shown: Sequence[Message], tools: Any, marks: Marks) -> str:
+        """What the template writes behind the slot, with ``shown`` after it.
+
+        Raises:
+            BridgeError: see ``extend``.
+        """
+        try:
+            base = self._base_of(tools, marks)
+            try:
+                rendered = self._text([*bridge.base(marks.slot), *shown], tools, add_generation_prompt=True)
+                return bridge.tail(rendered, base.before, marks.slot)
+            except (ConversationError, BridgeError):
+                called = bridge.calling_base(marks.slot, shown)
+                if called is None:
+                    raise
+            # Some templates write a tool's result only after the call that it answers.
+            before = self._text(called, tools, add_generation_prompt=False)
+            rendered = self._text([*called, *shown], tools, add_generation_prompt=True)
+            return bridge.tail_after_calls(rendered, before, base.closing)
+        except ConversationError as error:
+            raise BridgeError(str(error)) from error
+
+    def _base_of(self, tools: Any, marks: Marks) -> _Base:
         key = (json.dumps(tools) if tools else "", marks)
         if key not in self._bases:
-            before = self._text(_base(marks)[:1], tools, marks, add_generation_prompt=False)
-            whole = self._text(_base(marks), tools, marks, add_generation_prompt=False)
-            closing = self._encoder.encode(bridge.tail(whole, before, marks.slot), marks)
+            base = bridge.base(marks.slot)
+            before = self._text(base[:1], tools, add_generation_prompt=False)
+            closing = bridge.tail(self._text(base, tools, add_generation_prompt=False), before, marks.slot)
+            ids = self._encoder.encode(closing, marks)
+            end = next((i for i, token in enumerate(ids) if token in self.end_token_ids), -1)
             if len(self._bases) >= _MAX_CACHED_BASES:
                 self._bases.clear()
-            self._bases[key] = _Base(before, closing)
+            self._bases[key] = _Base(before, closing, ids[: end + 1])
         return self._bases[key]
 
     def _template_end(self) -> tuple[int, ...]:
         """The special token with which the template closes an assistant turn, if it can be seen."""
+        marks = self._encoder.marks(self.chat_template_kwargs)
         try:
-            closing = self._base_of(None, self._encoder.marks(self.chat_template_kwargs)).closing_ids
+            closing = self._encoder.encode(self._base_of(None, marks).closing, marks)
         except DataError:
             return ()  # a template that refuses the base conversation; ``extend`` says so when it is needed
+        finally:
+            self._bases.clear()  # its closing is cut at end tokens that are not known yet
         return tuple(token for token in closing if token in self._encoder.special_ids)[:1]
 
     def _shown(self, messages: Sequence[Message], marks: Marks) -> list[dict[str, Any]]:
         return [self._encoder.break_message(message, marks) for message in normalise(messages)]
 
-    def _text(
-        self, shown: Sequence[Message], tools: Sequence[Tool] | None, marks: Marks, add_generation_prompt: bool
-    ) -> str:
+    def _shown_tools(self, tools: Sequence[Tool] | None, marks: Marks) -> Any:
+        return self._encoder.break_value(tools, marks) if tools else None
+
+    def _text(self, shown: Sequence[Message], tools: Any, add_generation_prompt: bool) -> str:
         try:
             return self._tokenizer.apply_chat_template(
                 shown,
-                tools=self._encoder.break_value(tools, marks) if tools else None,
+                tools=tools,
                 chat_template=self._template,
                 tokenize=False,
                 add_generation_prompt=add_generation_prompt,
@@ -239,50 +351,3 @@ class Renderer:
             )
         except Exception as error:  # a template is a program of its own, and may fail in any way
             raise ConversationError(f"the chat template cannot render this conversation: {error}") from error
-
-
-def _base(marks: Marks) -> list[dict[str, Any]]:
-    return [{"role": "user", "content": bridge.BASE_USER_TEXT}, {"role": "assistant", "content": marks.slot}]
-
-
-def _template_text(chat_template: str | None) -> str | None:
-    if chat_template is None or not chat_template.endswith(".jinja") or "\n" in chat_template:
-        return chat_template
-    path = Path(chat_template)
-    if not path.is_file():
-        raise ConfigError(f"policy.tokenizer.chat_template: the file {chat_template} does not exist")
-    return path.read_text(encoding="utf-8")
-
-
-def generation_end_ids(folder: str | Path) -> tuple[int, ...]:
-    """``eos_token_id`` of the folder's generation config, one or several; empty if there is none.
-
-    Raises:
-        ConfigError: the file is not JSON or the value is not made of token ids.
-    """
-    value = _json_object(Path(folder) / "generation_config.json").get("eos_token_id")
-    ends = value if isinstance(value, list) else [] if value is None else [value]
-    if not all(type(end) is int for end in ends):
-        raise ConfigError(
-            f"{folder}/generation_config.json: eos_token_id is {value!r}; expected a token id or a list of them"
-        )
-    return tuple(ends)
-
-
-def _model_vocab_size(folder: str | Path) -> int:
-    config = _json_object(Path(folder) / "config.json")
-    size = config.get("vocab_size", (config.get("text_config") or {}).get("vocab_size"))
-    return size if type(size) is int else 0
-
-
-def _json_object(path: Path) -> dict[str, Any]:
-    """The object in a JSON file; empty if there is no such file."""
-    if not path.is_file():
-        return {}
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ConfigError(f"{path} is not valid JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise ConfigError(f"{path} holds {type(value).__name__}; expected a JSON object")
-    return value

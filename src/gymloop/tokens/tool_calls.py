@@ -1,20 +1,22 @@
-"""Read tool calls from what a model wrote, in the form of Hermes and Qwen: ``<tool_call>{"name": ...}</tool_call>``.
+"""What a tool parser is and what it finds: calls in the text that a model wrote.
 
-The parser works on text and never raises: a model may write anything. An envelope that is a JSON object with a name is
-a call, whatever its arguments are (the agent answers bad arguments with an error text); any other envelope stays in the
+A parser works on text and never raises: a model may write anything. It names the *envelopes* it sees, from left to
+right. An envelope that holds calls is taken out of the content; one that should hold a call and does not stays in the
 content as it was written, and is counted.
 """
 
 from __future__ import annotations
 
 import json
-import re
+import math
 import uuid
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-OPEN = "<tool_call>"
-CLOSE = "</tool_call>"
-_SPACE = re.compile(r"\s*")
+Tools = Sequence[Mapping[str, Any]]
+"""Tools in the OpenAI shape: ``{"type": "function", "function": {"name": ..., "parameters": <JSON schema>}}``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,78 +36,99 @@ class ToolCall:
 
 
 @dataclass(frozen=True, slots=True)
-class ParsedReply:
-    """A model's reply.
+class Envelope:
+    """A stretch of text in the form of a tool call.
 
     Attributes:
-        content: the text outside well-formed calls; exactly the text if there are none.
-        tool_calls: in the order written.
-        malformed: envelopes that are no call.
+        start: offset of its first character, which begins one of the parser's openers.
+        end: offset behind its last one.
+        calls: what it holds, in the order written. Without calls the envelope is malformed, unless ``text`` is given.
+        text: what takes its place in the content; None takes a good envelope out and leaves a malformed one in.
     """
 
-    content: str
-    tool_calls: tuple[ToolCall, ...]
-    malformed: int
+    start: int
+    end: int
+    calls: tuple[ToolCall, ...] = ()
+    text: str | None = None
+
+    @property
+    def malformed(self) -> bool:
+        """Whether this should have been a call and is none."""
+        return not self.calls and self.text is None
 
 
-def parse(text: str) -> ParsedReply:
-    """Split ``text`` into content and tool calls. An envelope whose JSON is whole may lack its closing tag."""
-    calls: list[ToolCall] = []
-    pieces: list[str] = []
-    malformed = 0
-    kept = 0  # text before this offset is in pieces or in calls
-    start = text.find(OPEN)
-    while start >= 0:
-        body = start + len(OPEN)
-        parsed = _envelope(text, body)
-        if parsed is None:
-            malformed += 1
-            start = text.find(OPEN, body)
-            continue
-        call, end = parsed
-        calls.append(call)
-        pieces.append(text[kept:start])
-        kept = end
-        start = text.find(OPEN, end)
-    if not calls:
-        return ParsedReply(text, (), malformed)
-    pieces.append(text[kept:])
-    content = "\n".join(piece.strip() for piece in pieces if piece.strip())
-    return ParsedReply(content, tuple(calls), malformed)
+class ToolParser(ABC):
+    """How one family of models writes tool calls. Holds no state: one object reads all replies.
+
+    Attributes:
+        openers: every envelope begins with one of these, which begin with no white space. A stream holds text back from
+            the first on.
+        start_openers: openers that count only at the beginning of a reply, behind white space.
+    """
+
+    openers: tuple[str, ...] = ()
+    start_openers: tuple[str, ...] = ()
+
+    @abstractmethod
+    def envelopes(self, text: str, tools: Tools) -> Iterable[Envelope]:
+        """Every envelope in ``text``, malformed ones too, from left to right and without overlap.
+
+        Args:
+            text: of a whole turn, control tokens included, end token and reasoning excluded.
+            tools: those the model was offered, for formats that do not write the type of an argument.
+        """
 
 
-def _envelope(text: str, start: int) -> tuple[ToolCall, int] | None:
-    """The call whose JSON begins at ``start`` and the offset behind it, or None."""
-    begin = _skip_space(text, start)
-    try:
-        # The decoder, not a search for the closing tag, finds the end: an argument may hold the tag's text.
-        value, end = _DECODER.raw_decode(text, begin)
-        if not isinstance(value, dict) or not isinstance(value.get("name"), str) or not value["name"].strip():
-            return None
-        arguments = _as_text(value.get("arguments", {}))
-    except (ValueError, RecursionError):  # not JSON, a number of absurd length, or nested beyond the stack
-        return None
-    end = _skip_space(text, end)
-    if text.startswith(CLOSE, end):
-        end += len(CLOSE)
-    elif end != len(text) and not text.startswith(OPEN, end):
-        return None
-    return ToolCall(f"call_{uuid.uuid4().hex}", _storable(value["name"]), arguments), end
+def tool_call(name: str, arguments: object) -> ToolCall:
+    """A call with an id of its own.
+
+    Raises:
+        ValueError: the arguments hold a number that JSON cannot.
+        RecursionError: they are nested beyond the stack.
+    """
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+    return ToolCall(f"call_{uuid.uuid4().hex}", storable(name), storable(text) if text.strip() else "{}")
 
 
-def _as_text(arguments: object) -> str:
-    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-    return _storable(text) if text.strip() else "{}"
-
-
-def _storable(text: str) -> str:
-    """A JSON escape can spell half a surrogate pair, which no UTF-8 text can hold."""
+def storable(text: str) -> str:
+    """``text`` with a ``?`` for each half of a surrogate pair, which a JSON escape can spell and UTF-8 cannot."""
     return text.encode("utf-8", "replace").decode("utf-8")
 
 
-def _skip_space(text: str, start: int) -> int:
-    match = _SPACE.match(text, start)
-    return match.end() if match else start
+class JsonText(str):
+    """A text that is searched for many JSON values.
+
+    A decoder's error counts the lines of the text before it, so many errors would take quadratic time; nobody reads
+    those numbers here, so this text does not count.
+    """
+
+    def count(self, *args: Any) -> int:
+        """Zero."""
+        return 0
+
+    def rfind(self, *args: Any) -> int:
+        """Nowhere."""
+        return -1
 
 
-_DECODER = json.JSONDecoder()
+def json_value(text: str, start: int) -> tuple[Any, int]:
+    """The JSON value that begins at ``start`` and the offset behind it.
+
+    Raises:
+        ValueError: it is no JSON, or holds a number that Python cannot.
+        RecursionError: it is nested beyond the stack.
+    """
+    return _DECODER.raw_decode(text, start)
+
+
+def _no_constant(name: str) -> float:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _finite(digits: str) -> float:
+    if math.isinf(value := float(digits)):
+        raise ValueError(f"{digits} is beyond a double")
+    return value
+
+
+_DECODER = json.JSONDecoder(parse_constant=_no_constant, parse_float=_finite)

@@ -1,6 +1,6 @@
 """A checkpoint is whole or it is not there.
 
-Every file is written aside in ``tmp_step_N`` and flushed to the disk; a manifest then names each with its size and
+Every file is written aside in ``tmp_step_N`` and handed to the disk; a manifest then names each with its size and
 hash; only then is the folder renamed to ``step_N``, and only after that are older checkpoints removed. The newest
 checkpoint is found by looking, never through a pointer file, so nothing can name one that is not complete. Reading
 verifies every hash: what was damaged later is named and passed over, never loaded. Nothing is pickled.
@@ -14,24 +14,22 @@ place.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
-import os
 import re
 import shutil
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 from gymloop.errors import ConfigError, InfraError
+from gymloop.files import UnwritableError, fsync
+from gymloop.training import manifest
+from gymloop.training.manifest import DamageError
+from gymloop.training.retention import Retention, Saved
 
 logger = logging.getLogger(__name__)
-
-FORMAT_VERSION = 1
-MANIFEST = "manifest.json"
 
 _NAME = re.compile(r"(?P<replaced>replaced_)?step_(?P<step>\d+)")
 
@@ -43,12 +41,14 @@ class Checkpoint:
     Attributes:
         step: the training step after which it was written.
         folder: where its parts lie.
-        state: what the run needs besides the parts, as it was given to ``commit``.
+        state: what the run needs besides the parts.
+        model: what its weights belong to; see ``gymloop.models.identity``.
     """
 
     step: int
     folder: Path
     state: Mapping[str, Any]
+    model: Mapping[str, Any]
 
     def part(self, name: str) -> Path:
         """The file or folder of one part.
@@ -67,45 +67,21 @@ class CheckpointStore:
 
     Args:
         folder: made when the first checkpoint begins.
-        keep_latest_k: complete checkpoints kept, at least 1.
-        model: what the weights belong to, as JSON values, e.g. name and hash; a checkpoint of another model is refused.
+        retention: which checkpoints stay when a new one is complete.
     """
 
-    def __init__(self, folder: Path, keep_latest_k: int, *, model: Mapping[str, Any]) -> None:
-        if keep_latest_k < 1:
-            raise ConfigError(f"checkpointing.keep_latest_k is {keep_latest_k}, expected at least 1")
+    def __init__(self, folder: Path, retention: Retention) -> None:
         self.folder = Path(folder)
-        self._keep = keep_latest_k
+        self._retention = retention
         self._committing = threading.Lock()
-        self._model = json.loads(_json(dict(model), "model"))
-
-    def write(self, step: int, parts: Mapping[str, Callable[[Path], object]], state: Mapping[str, Any]) -> Checkpoint:
-        """Save a step whole: call each part's function with the path it shall create, a file or a folder; then commit.
-
-        Raises:
-            InfraError: a file cannot be written (disk full, read-only, ...); nothing of this step remains and earlier
-                checkpoints are untouched. Whatever else a part raises passes through, with the same effect.
-            ValueError: ``state`` is not JSON, or a part created nothing.
-        """
-        aside = self.begin(step)
-        try:
-            for name, create in parts.items():
-                create(aside / name)
-                if not (aside / name).exists():
-                    raise ValueError(f"part {name!r} of checkpoint step {step} created nothing")
-        except OSError as error:
-            self.discard(aside)
-            raise self._unwritable(step, error) from error
-        except BaseException:
-            self.discard(aside)
-            raise
-        return self.commit(aside, state)
+        self._damaged: set[Path] = set()
+        self._said_unranked = False
 
     def begin(self, step: int) -> Path:
         """An empty folder for the parts of this step; end it with ``commit`` or ``discard``.
 
         Raises:
-            InfraError: it cannot be made.
+            UnwritableError: it cannot be made.
         """
         aside = self.folder / f"tmp_step_{step}"
         try:
@@ -122,21 +98,31 @@ class CheckpointStore:
         with self._committing:
             shutil.rmtree(aside, ignore_errors=True)
 
-    def commit(self, aside: Path, state: Mapping[str, Any]) -> Checkpoint:
+    def commit(
+        self,
+        aside: Path,
+        state: Mapping[str, Any],
+        *,
+        model: Mapping[str, Any],
+        metrics: Mapping[str, float | None],
+    ) -> Checkpoint:
         """Make what lies in the folder from ``begin`` the checkpoint of its step.
 
         Args:
             aside: the folder; every file in it becomes part of the checkpoint.
-            state: JSON values, small: counters, random states, loader position.
+            state: JSON values, small: counters, loader position.
+            model: what the weights belong to, as JSON values.
+            metrics: of the step, by which checkpoints are ranked.
 
         Raises:
-            InfraError: the disk refused; the folder is gone and earlier checkpoints are untouched.
-            ValueError: ``state`` is not JSON, a file is a link or is called ``manifest.json``; likewise.
+            UnwritableError: the disk refused; the folder is gone and earlier checkpoints are untouched.
+            ValueError: a value is not JSON, a file is a link or is called ``manifest.json``; likewise.
         """
         step = int(aside.name.removeprefix("tmp_step_"))
         with self._committing:
             try:
-                final = self._complete(aside, step, state)
+                manifest.seal(aside, step, {"model": model, "metrics": metrics, "state": state})
+                final = self._rename(aside, step)
             except OSError as error:
                 shutil.rmtree(aside, ignore_errors=True)
                 raise self._unwritable(step, error) from error
@@ -144,15 +130,16 @@ class CheckpointStore:
                 shutil.rmtree(aside, ignore_errors=True)
                 raise
             self._retain(step)
-        return Checkpoint(step, final, dict(state))
+        return Checkpoint(step, final, dict(state), dict(model))
 
     def latest(self) -> Checkpoint | None:
-        """The newest checkpoint whose every file is there and has its hash; None when there is none.
+        """The newest checkpoint whose every file is there and has its hash; None where none was ever completed.
 
         Each unfinished or damaged one that was passed over is named in a warning. Folders without content are ignored.
 
         Raises:
-            ConfigError: the newest complete one is of another model, or of a format this version does not read.
+            ConfigError: the newest complete one has a format that this version does not read, or there are only
+                damaged ones: beginning anew would be a decision of the user.
             InfraError: the folder cannot be listed.
         """
         for unfinished in sorted(self.folder.glob("tmp_step_*")):
@@ -161,19 +148,21 @@ class CheckpointStore:
             try:
                 if not any(folder.iterdir()):
                     continue
-                manifest = _verified(folder, step)
-            except _Damage as damage:
+                found = manifest.read(folder, step)
+                manifest.verify(folder, found)
+            except DamageError as damage:
                 logger.warning("checkpoint %s is damaged and is ignored: %s", folder, damage)
-                continue
+                self._damaged.add(folder)
             except OSError as error:
                 logger.warning("checkpoint %s cannot be read and is ignored: %s", folder, error)
-                continue
-            if manifest["model"] != self._model:
-                raise ConfigError(
-                    f"checkpoint {folder} belongs to model {json.dumps(manifest['model'])}, "
-                    f"this run trains {json.dumps(self._model)}"
-                )
-            return Checkpoint(step, folder, manifest["state"])
+                self._damaged.add(folder)
+            else:
+                return Checkpoint(step, folder, found["state"], found["model"])
+        if self._damaged:
+            raise ConfigError(
+                f"no checkpoint in {self.folder} is whole ({len(self._damaged)} damaged, the newest "
+                f"{max(self._damaged).name}); restore one, or remove the folder to begin anew"
+            )
         return None
 
     def _folders(self) -> list[tuple[int, Path]]:
@@ -190,29 +179,6 @@ class CheckpointStore:
             raise InfraError(f"cannot look for checkpoints in {self.folder}: {error.strerror}") from error
         return [(step, path) for step, _, path in sorted(found, reverse=True)]
 
-    def _complete(self, aside: Path, step: int, state: Mapping[str, Any]) -> Path:
-        """Flush and hash every file, write the manifest, rename; in this order."""
-        _json(dict(state), "state")
-        if (aside / MANIFEST).exists():
-            raise ValueError(f"a checkpoint part may not be called {MANIFEST}")
-        files = {}
-        for path in _files(aside):
-            size, digest = _flush_and_hash(path)
-            files[path.relative_to(aside).as_posix()] = {"size": size, "sha256": digest}
-        manifest = {
-            "format_version": FORMAT_VERSION,
-            "step": step,
-            "model": self._model,
-            "state": dict(state),
-            "files": files,
-        }
-        _write(aside / MANIFEST, _json(manifest, "manifest"))
-        for path in aside.rglob("*"):
-            if path.is_dir():
-                _flush_folder(path)
-        _flush_folder(aside)
-        return self._rename(aside, step)
-
     def _rename(self, aside: Path, step: int) -> Path:
         final = self.folder / f"step_{step}"
         replaced = self.folder / f"replaced_step_{step}"
@@ -220,19 +186,19 @@ class CheckpointStore:
             shutil.rmtree(replaced, ignore_errors=True)
             final.rename(replaced)
         aside.rename(final)
-        _flush_folder(self.folder)
+        self._damaged.discard(final)
+        fsync(self.folder)
         shutil.rmtree(replaced, ignore_errors=True)
         return final
 
     def _retain(self, newest: int) -> None:
-        """Remove complete checkpoints beyond the ones to keep; the one just written always stays, damaged ones too."""
-        kept = {newest: self.folder / f"step_{newest}"}
-        for step, folder in self._folders():
-            if not (folder / MANIFEST).is_file():
-                continue
-            if len(kept) < self._keep:
-                kept.setdefault(step, folder)
-            if kept.get(step) == folder:
+        """Remove complete checkpoints that nothing keeps; damaged and foreign folders are not counted and stay."""
+        found = self._complete_ones()
+        kept = self._retention.kept([Saved(step, value) for step, _, value in found], newest)
+        seen: set[int] = set()
+        for step, folder, _ in found:
+            if step in kept and step not in seen:
+                seen.add(step)
                 continue
             try:
                 # A folder half removed must not look like a checkpoint.
@@ -241,100 +207,32 @@ class CheckpointStore:
             except OSError as error:
                 logger.warning("old checkpoint %s cannot be removed: %s", folder, error)
 
-    def _unwritable(self, step: int, error: OSError) -> InfraError:
+    def _complete_ones(self) -> list[tuple[int, Path, float | None]]:
+        """(step, folder, value of the metric), newest first; whether the files are whole was seen when writing them."""
+        name = self._retention.metric_name
+        result = []
+        for step, folder in self._folders():
+            if folder in self._damaged:
+                continue
+            try:
+                metrics = manifest.read(folder, step)["metrics"]
+            except (DamageError, ConfigError, OSError):
+                continue  # not one of ours to remove; ``latest`` says what is wrong with it
+            value = None if name is None else metrics.get(name)
+            if name is not None and value is None and not self._said_unranked:
+                self._said_unranked = True
+                logger.warning(
+                    "checkpoint %s has no value of checkpointing.metric_name %r, so it ranks below those that have "
+                    "one; save at steps that measure it",
+                    folder,
+                    name,
+                )
+            result.append((step, folder, value))
+        return result
+
+    def _unwritable(self, step: int, error: OSError) -> UnwritableError:
         where = error.filename or self.folder
-        return InfraError(
+        return UnwritableError(
             f"checkpoint of step {step} was not written: {error.strerror or error} ({where}); "
             f"earlier checkpoints in {self.folder} are untouched"
         )
-
-
-class _Damage(Exception):
-    """Why a folder is no complete checkpoint, as the end of a sentence."""
-
-
-def _verified(folder: Path, step: int) -> dict[str, Any]:
-    """The manifest of a folder all of whose files are as it says."""
-    try:
-        manifest = json.loads((folder / MANIFEST).read_bytes())
-    except FileNotFoundError:
-        raise _Damage(f"it has no {MANIFEST}") from None
-    except ValueError as error:
-        raise _Damage(f"{MANIFEST} is not JSON: {error}") from error
-    version = manifest.get("format_version") if isinstance(manifest, dict) else None
-    if version != FORMAT_VERSION:
-        if not isinstance(version, int):
-            raise _Damage(f"{MANIFEST} has no format_version")
-        raise ConfigError(f"checkpoint {folder} has format {version}, this version of gymloop reads {FORMAT_VERSION}")
-    missing = {"step", "model", "state", "files"} - manifest.keys()
-    if missing:
-        raise _Damage(f"{MANIFEST} has no {sorted(missing)[0]}")
-    if manifest["step"] != step:
-        raise _Damage(f"{MANIFEST} says step {manifest['step']}")
-    for name, expected in manifest["files"].items():
-        path = folder / name
-        if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
-            raise _Damage(f"{MANIFEST} names {name}, which lies outside")
-        if not path.is_file():
-            raise _Damage(f"{name} is missing")
-        if path.stat().st_size != expected["size"]:
-            raise _Damage(f"{name} has {path.stat().st_size} bytes instead of {expected['size']}")
-        if _hash(path) != expected["sha256"]:
-            raise _Damage(f"{name} does not have its hash")
-    return manifest
-
-
-def _files(folder: Path) -> Iterator[Path]:
-    for path in sorted(folder.rglob("*")):
-        if path.is_symlink():
-            raise ValueError(f"checkpoint part {path} is a link; a checkpoint holds its own files")
-        if path.is_file():
-            yield path
-
-
-def _flush_and_hash(path: Path) -> tuple[int, str]:
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-        return os.fstat(file.fileno()).st_size, digest
-
-
-def _hash(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _write(path: Path, text: str) -> None:
-    with path.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _flush_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _json(value: Any, what: str) -> str:
-    """JSON text that reads back as the same value: json would turn other keys into strings without a word."""
-    for key, where in _keys(value, what):
-        if not isinstance(key, str):
-            raise ValueError(f"checkpoint {where} has the key {key!r}; JSON keys are strings")
-    try:
-        return json.dumps(value, allow_nan=False, indent=1)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"checkpoint {what} is not JSON: {error}") from error
-
-
-def _keys(value: Any, where: str) -> Iterator[tuple[Any, str]]:
-    if isinstance(value, Mapping):
-        for key, inner in value.items():
-            yield key, where
-            yield from _keys(inner, f"{where}.{key}")
-    elif isinstance(value, list | tuple):
-        for index, inner in enumerate(value):
-            yield from _keys(inner, f"{where}[{index}]")

@@ -11,21 +11,25 @@
 | sync     | policy, then engine      | no                          | engine has version n + 1            |
 | validate | engine and environments  | yes                         | its numbers are missing             |
 | save     | policy, disk             | no                          | a complete checkpoint, or none      |
+
+When to validate, save and end is ``schedule``'s to say; what a checkpoint holds, ``saving``'s.
 """
 
 from __future__ import annotations
 
-import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
-from gymloop.algorithms.step import prepare_batch, rollout_metrics
+from gymloop.algorithms.step import Prepared, prepare_batch, rollout_metrics
 from gymloop.algorithms.warmup import demonstration_batch
 from gymloop.errors import InfraError
 from gymloop.observe.metrics import METRICS, StepMetrics
 from gymloop.rollouts.collector import expand
-from gymloop.rollouts.trajectory import Group, Rollout, as_record
-from gymloop.training.run import Run, Stopped
+from gymloop.rollouts.refill import gather_step
+from gymloop.training.run import Run
+from gymloop.training.saving import save
+from gymloop.training.schedule import EXIT_OUT_OF_TIME, Schedule
+from gymloop.training.stop import Stopped
 from gymloop.training.sync import sync_weights
 
 
@@ -33,34 +37,43 @@ async def train(run: Run) -> None:
     """Train until the last step, or until the run is asked to stop.
 
     Raises:
-        Stopped: the run was asked to stop; ``run.step`` is the last finished step.
+        Stopped: the run was asked to stop, or its time is used up; ``run.step`` is the last finished step.
         InfraError: a worker died, or too many steps in a row had nothing to train on.
     """
-    grpo = run.plan.recipe.grpo
-    total = min(grpo.max_num_steps, run.loader.num_steps)
+    schedule = Schedule.of(run.plan.recipe, run.loader.num_steps)
+    longest_step_s = 0.0
     if run.step == 0:
         await _before_first_step(run)
-    while run.step < total:
+    while run.step < schedule.total:
+        began = time.monotonic()
         position = run.loader.state_dict()
         metrics = StepMetrics(METRICS)
+        metrics.update(run.saves.take_news())
         with metrics.timed("step"):
             try:
-                groups = await _rollouts(run, metrics)
+                prepared = await _rollouts(run, metrics)
             except Stopped:
                 run.loader.load_state_dict(position)
                 raise
-            trained = await _update(run, groups, metrics)
+            await _update(run, prepared, metrics)
         run.step += 1
-        if (grpo.val_at_end and run.step == total) or (grpo.val_period and run.step % grpo.val_period == 0):
-            await _validate(run, metrics)
-        reduced = metrics.reduce()
-        run.record(reduced)
-        run.progress.step(run.step, total, reduced)
-        if trained and _save_now(run, total):
+        try:
+            if schedule.validates_after(run.step):
+                await _validate(run, metrics)
+        finally:  # the step counts, whatever became of its validation
+            reduced = metrics.reduce()
+            run.record(reduced)
+        run.progress.step(run.step, schedule.total, reduced)
+        longest_step_s = max(longest_step_s, time.monotonic() - began)
+        if schedule.saves_after(run.step):
             run.progress.phase(f"step {run.step}: saving")
-            await run.save()
+            await save(run)
         if run.stop.requested:
             raise Stopped(run.stop.exit_code)
+        elapsed_s = time.monotonic() - run.began
+        if run.step < schedule.total and schedule.must_end(elapsed_s, longest_step_s, run.saves.longest_s):
+            run.progress.say(f"no time for step {run.step + 1}: checkpointing.checkpoint_must_save_by is too near")
+            raise Stopped(EXIT_OUT_OF_TIME)
 
 
 async def _before_first_step(run: Run) -> None:
@@ -90,28 +103,32 @@ async def _before_first_step(run: Run) -> None:
     run.record(metrics.reduce())
 
 
-async def _rollouts(run: Run, metrics: StepMetrics) -> list[Group]:
-    """Sample whole groups of the next prompts with the current weights."""
-    grpo = run.plan.recipe.grpo
-    tasks = expand(next(run.loader), grpo.num_generations_per_prompt)
+async def _rollouts(run: Run, metrics: StepMetrics) -> Prepared:
+    """Sample whole groups of the next prompts with the current weights, and see what of them is to be trained."""
+    recipe = run.plan.recipe
+    step, size = f"step {run.step + 1}", recipe.grpo.num_generations_per_prompt
 
-    def show(_: Rollout, finished: int) -> None:
-        run.progress.phase(f"step {run.step + 1}: rollouts {finished}/{len(tasks)}")
+    def show(finished: int, asked: int) -> None:
+        run.progress.phase(f"{step}: rollouts {finished}/{asked}")
 
     began = time.perf_counter()
     with metrics.timed("rollouts"):
-        groups = await run.interruptible(run.collector.gather(tasks, show))
-    sampled = sum(len(turn.sampled_ids) for group in groups for one in group.trajectories for turn in one.turns)
-    metrics.add("perf/tokens_per_s", sampled / (time.perf_counter() - began))
-    _keep(run, f"step_{run.step + 1:05d}.jsonl", groups)
-    return groups
-
-
-async def _update(run: Run, groups: Sequence[Group], metrics: StepMetrics) -> bool:
-    """Turn groups into one policy update and bring the engine up to date; False when there was nothing to train."""
-    recipe = run.plan.recipe
+        gathered = await run.interruptible(
+            gather_step(run.collector, next(run.loader), run.loader.take, size, step, show)
+        )
+    seconds = time.perf_counter() - began
+    groups = gathered.groups
+    run.transcripts.write("step", run.step + 1, groups)
     prepared = prepare_batch(groups, recipe.grpo, recipe.loss_fn, recipe.rollouts)
     metrics.update(prepared.metrics)
+    metrics.add("groups/refilled", gathered.refilled)
+    metrics.add("perf/tokens_per_s", prepared.metrics["tokens/sampled"] / seconds)
+    return prepared
+
+
+async def _update(run: Run, prepared: Prepared, metrics: StepMetrics) -> None:
+    """One policy update, and the engine brought up to date; neither where the step has nothing to train."""
+    recipe = run.plan.recipe
     if prepared.empty_reason is not None:
         run.skipped_in_a_row += 1
         run.progress.say(f"step {run.step + 1} trains nothing: {prepared.empty_reason}")
@@ -120,14 +137,13 @@ async def _update(run: Run, groups: Sequence[Group], metrics: StepMetrics) -> bo
                 f"{run.skipped_in_a_row} steps in a row had nothing to train on "
                 f"(rollouts.max_skipped_steps is {recipe.rollouts.max_skipped_steps}): {prepared.empty_reason}"
             )
-        return False
+        return
     run.skipped_in_a_row = 0
     run.progress.phase(f"step {run.step + 1}: update on {prepared.batch.num_trained} tokens")
     with metrics.timed("update"):
         update = await run.watched(run.policy.call("train", prepared.batch, timeout=recipe.policy.call_timeout_s))
     metrics.update(_named("policy", update))
     await _sync(run, metrics)
-    return True
 
 
 async def _sync(run: Run, metrics: StepMetrics) -> None:
@@ -147,16 +163,11 @@ async def _validate(run: Run, metrics: StepMetrics) -> None:
     run.progress.phase(f"validation on {len(tasks)} rows")
     with metrics.timed("validation"):
         groups = await run.interruptible(run.validator.gather(tasks))
-    _keep(run, f"validation_{run.step:05d}.jsonl", groups)
+    run.transcripts.write("validation", run.step, groups)
     measured = rollout_metrics(groups, group_size=1)
     metrics.update({f"validation/{name}": value for name, value in measured.items()})
     if "reward/mean" in measured:
         run.progress.say(f"validation  reward {measured['reward/mean']:.3f} on {len(tasks)} rows")
-
-
-def _save_now(run: Run, total: int) -> bool:
-    settings = run.plan.recipe.checkpointing
-    return settings.enabled and (run.step % settings.save_period == 0 or run.step == total)
 
 
 def _named(section: str, update: Mapping[str, float]) -> dict[str, float]:
@@ -169,14 +180,3 @@ def _named(section: str, update: Mapping[str, float]) -> dict[str, float]:
         else:
             named[name if name.startswith(own) else f"{section}/{name}"] = value
     return named
-
-
-def _keep(run: Run, name: str, groups: Sequence[Group]) -> None:
-    """Write what was said, one rollout a line, without token ids."""
-    folder = run.plan.run_dir / "trajectories"
-    folder.mkdir(exist_ok=True)
-    rollouts: list[Rollout] = []
-    for group in groups:
-        rollouts += group.trajectories + group.failures
-    lines = [json.dumps(as_record(rollout), ensure_ascii=False) for rollout in rollouts]
-    (folder / name).write_text("".join(line + "\n" for line in lines), encoding="utf-8")

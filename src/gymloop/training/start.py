@@ -10,67 +10,87 @@ environments ──> data          (an environment needs the server's URL at mos
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from gymloop.cluster.actor import RayRemote
+from gymloop.cluster.health import Health
 from gymloop.cluster.local import RayCluster
-from gymloop.cluster.remote import RayRemote, Remote
+from gymloop.cluster.remote import Remote
 from gymloop.config.plan import ActorThreads, Plan
 from gymloop.errors import ConfigError, InfraError
-from gymloop.generation.chat import SamplingProfiles
+from gymloop.generation.guard import SamplingProfiles
 from gymloop.generation.worker import EngineSpec, EngineWorker
 from gymloop.gym.loader import GroupLoader
 from gymloop.gym.model_client import ModelClient
 from gymloop.gym.rows import read_jsonl
 from gymloop.gym.session import InProcessSource, demonstrate
 from gymloop.gym.sources import build_sources, load_source_rows
+from gymloop.lifeline import tied
+from gymloop.models.identity import model_identity
 from gymloop.models.resolve import resolve_model
 from gymloop.observe.progress import Progress
 from gymloop.observe.sinks import Sink
+from gymloop.observe.watchdog import LoopWatchdog
 from gymloop.policy.spec import PolicySpec
 from gymloop.rollouts.collector import Collector
-from gymloop.startup.graph import Context, Started, Task, run_graph
+from gymloop.startup import Context, Started, Task, run_graph
 from gymloop.training.checkpoint import Checkpoint, CheckpointStore
-from gymloop.training.run import Run, StopSignal
+from gymloop.training.run import Run
+from gymloop.training.saving import POLICY, Saves, check_model
+from gymloop.training.stop import StopSignal
 from gymloop.training.sync import sync_weights
+from gymloop.training.transcripts import Transcripts
 
-URL_TIMEOUT_S = 60.0
+logger = logging.getLogger(__name__)
+
+LOAD_LIMIT_S = 86400.0
+"""Of one load. Its task's deadline, which progress extends, ends one that is stuck long before."""
+POLL_S = 1.0
+SAID_BYTES = 8192
 
 
 @dataclass(frozen=True, slots=True)
 class Folders:
-    """Where model and tokenizer lie on this machine; mostly the same folder."""
+    """Where model and tokenizer lie on this machine, mostly the same folder; and what the model is."""
 
     model: Path
     tokenizer: Path
+    identity: Mapping[str, str]
 
 
 async def start_run(
     plan: Plan,
     checkpoint: Checkpoint | None,
     store: CheckpointStore,
+    transcripts: Transcripts,
     sinks: list[Sink],
     progress: Progress,
     stop: StopSignal,
+    health: Health,
+    watchdog: LoopWatchdog,
     *,
     sequential: bool,
-    on_ray: Callable[[], None],
+    began: float,
 ) -> tuple[Started, Run]:
     """Start everything at once and hand it over as a Run.
 
     Args:
-        on_ray: called on the event loop once this process is connected to Ray.
+        health: watches each part from its start.
+        watchdog: of the running loop.
+        began: when the run was asked for, ``time.monotonic`` seconds.
 
     Raises:
         StartupError: a task failed; whatever had started was torn down.
     """
     started = await run_graph(
-        startup_tasks(plan, checkpoint, on_ray), progress.startup_event, max_parallel=1 if sequential else None
+        startup_tasks(plan, checkpoint, health), progress.startup_event, max_parallel=1 if sequential else None
     )
     progress.startup_done(started.timeline)
     (plan.run_dir / "startup.json").write_text(started.timeline.to_json(), encoding="utf-8")
@@ -82,6 +102,7 @@ async def start_run(
         limits=recipe.rollouts,
         max_turns=recipe.grpo.max_rollout_turns,
         max_tokens=recipe.policy.generation.max_new_tokens,
+        seed=recipe.grpo.seed,
     )
     rows = results["data"]["validation"]
     validator = Collector(
@@ -91,9 +112,12 @@ async def start_run(
         max_turns=collector.max_turns,
         max_tokens=collector.max_tokens,
         profile="validation",
+        seed=collector.seed,
     )
     run = Run(
         plan=plan,
+        health=health,
+        watchdog=watchdog,
         engine=results["server"]["remote"],
         policy=results["policy"],
         collector=collector,
@@ -101,28 +125,30 @@ async def start_run(
         validation_rows=rows,
         loader=results["data"]["loader"],
         demonstrations=results["demonstrations"],
-        store=store,
+        saves=Saves(store, results["model"].identity, None if checkpoint is None else checkpoint.step),
+        transcripts=transcripts,
         sinks=sinks,
         progress=progress,
         stop=stop,
         startup_metrics=started.timeline.metrics(),
+        began=began,
         step=0 if checkpoint is None else int(checkpoint.state["step"]),
         version=results["weights"],
-        saved_step=None if checkpoint is None else checkpoint.step,
+        skipped_in_a_row=0 if checkpoint is None else int(checkpoint.state["skipped_in_a_row"]),
     )
     return started, run
 
 
-def startup_tasks(plan: Plan, checkpoint: Checkpoint | None, on_ray: Callable[[], None]) -> list[Task[Any]]:
+def startup_tasks(plan: Plan, checkpoint: Checkpoint | None, health: Health) -> list[Task[Any]]:
     """The graph of a training run; the order is that of a sequential start."""
     deadline = plan.recipe.startup.deadline_s
     task = partial(Task, deadline_s=deadline)
     return [
-        task("ray", partial(_ray, plan, on_ray)),
-        task("server", partial(_server, plan), ("ray",)),
-        task("model", partial(_model, plan)),
+        task("ray", partial(_ray, plan)),
+        task("server", partial(_server, plan, health), ("ray",)),
+        task("model", partial(_model, plan, checkpoint)),
         task("engine", partial(_engine, plan), ("server", "model")),
-        task("policy", partial(_policy, plan, checkpoint), ("ray", "model")),
+        task("policy", partial(_policy, plan, checkpoint, health), ("ray", "model")),
         task("environments", partial(_environments, plan)),
         task("data", partial(_data, plan, checkpoint), ("environments",)),
         task("client", partial(_client, plan), ("server",), teardown=lambda client: client.close()),
@@ -133,16 +159,15 @@ def startup_tasks(plan: Plan, checkpoint: Checkpoint | None, on_ray: Callable[[]
     ]
 
 
-async def _ray(plan: Plan, on_ray: Callable[[], None], ctx: Context) -> RayCluster:
+async def _ray(plan: Plan, ctx: Context) -> RayCluster:
     cluster = RayCluster(num_cpus=plan.cores)
     ctx.on_teardown(cluster.disconnect)
     ctx.progress("Ray's head process")
     await ctx.in_thread(cluster.connect)
-    on_ray()
     return cluster
 
 
-async def _server(plan: Plan, ctx: Context) -> dict[str, Any]:
+async def _server(plan: Plan, health: Health, ctx: Context) -> dict[str, Any]:
     recipe = plan.recipe
     spec = EngineSpec(
         model_name=recipe.policy.model_name,
@@ -155,20 +180,34 @@ async def _server(plan: Plan, ctx: Context) -> dict[str, Any]:
         device=plan.device,
         seed=recipe.grpo.seed,
         threads=plan.engine.threads,
+        deterministic=recipe.deterministic,
         stop_token_ids=recipe.policy.generation.stop_token_ids,
         chat_template=plan.chat_template,
         chat_template_kwargs=recipe.policy.tokenizer.chat_template_kwargs,
+        tool_parser=recipe.policy.tokenizer.tool_parser,
+        tool_parser_plugin=_plugin(plan, recipe.policy.tokenizer.tool_parser_plugin),
+        reasoning_parser=recipe.policy.tokenizer.reasoning_parser,
+        reasoning_parser_plugin=_plugin(plan, recipe.policy.tokenizer.reasoning_parser_plugin),
+        loop_lag_s=recipe.health.loop_lag_s,
     )
-    remote = _actor(plan, "engine", partial(EngineWorker, spec), plan.engine)
-    ctx.on_teardown(remote.kill)
-    ctx.progress("the engine's socket")
-    return {"remote": remote, "url": await remote.call("url", timeout=URL_TIMEOUT_S)}
+    remote = _actor(plan, health, ctx, "engine", partial(EngineWorker, spec), plan.engine)
+    ctx.progress("the engine's process and its socket")
+    return {"remote": remote, "url": await remote.call("url", timeout=recipe.startup.deadline_s)}
 
 
-async def _model(plan: Plan, ctx: Context) -> Folders:
+def _plugin(plan: Plan, path: str | None) -> str | None:
+    """A recipe's paths are relative to its folder; the engine's process has another."""
+    return None if path is None else str((plan.recipe_path.parent / Path(path).expanduser()).absolute())
+
+
+async def _model(plan: Plan, checkpoint: Checkpoint | None, ctx: Context) -> Folders:
     policy = plan.recipe.policy
     model = await _fetched(policy.model_name, ctx)
-    return Folders(model, model if policy.tokenizer.name is None else await _fetched(policy.tokenizer.name, ctx))
+    identity = {"name": policy.model_name, **await ctx.in_thread(model_identity, model)}
+    if checkpoint is not None:
+        check_model(checkpoint, identity)
+    tokenizer = model if policy.tokenizer.name is None else await _fetched(policy.tokenizer.name, ctx)
+    return Folders(model, tokenizer, identity)
 
 
 async def _fetched(name: str, ctx: Context) -> Path:
@@ -177,34 +216,61 @@ async def _fetched(name: str, ctx: Context) -> Path:
         return await ctx.in_thread(resolve_model, name)
     ctx.progress(f"model {name}")
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "gymloop.cli.main", "models", "fetch", name,
+        *tied([sys.executable, "-m", "gymloop.cli.main", "models", "fetch", name]),
         stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
     )  # fmt: skip
     try:
-        output, said = await process.communicate()
+        # bounded: by the task's deadline; cancelling the task kills the process
+        output, said = await asyncio.gather(_read(process.stdout), _read(process.stderr, ctx, name))
+        await process.wait()  # bounded: by the task's deadline; cancelling the task kills the process
     finally:
         if process.returncode is None:
             process.kill()
-            await process.wait()
+            await process.wait()  # bounded: it was killed
     if process.returncode:
-        lines = said.decode(errors="replace").strip().splitlines()
+        lines = said.strip().splitlines()
         raise ConfigError(lines[-1].removeprefix("gymloop: ") if lines else f"model {name} could not be fetched")
-    return Path(output.decode().strip().splitlines()[-1])
+    return Path(output.strip().splitlines()[-1])
+
+
+async def _read(stream: asyncio.StreamReader | None, ctx: Context | None = None, name: str = "") -> str:
+    """The end of what a process writes; with ``ctx`` each piece of it extends the task's deadline."""
+    said = b""
+    while stream is not None and (piece := await stream.read(4096)):
+        said = (said + piece)[-SAID_BYTES:]
+        if ctx is not None and (words := said.decode(errors="replace").split()):
+            ctx.progress(f"model {name}: {' '.join(words[-8:])}")
+    return said.decode(errors="replace")
 
 
 async def _engine(plan: Plan, ctx: Context) -> Mapping[str, Any]:
     folders: Folders = ctx.results["model"]
-    ctx.progress("the engine's model")
-    return await ctx.results["server"]["remote"].call(
-        "load", str(folders.model), str(folders.tokenizer), timeout=plan.recipe.startup.deadline_s
-    )
+    return await _loaded(ctx, ctx.results["server"]["remote"], str(folders.model), str(folders.tokenizer))
 
 
-async def _policy(plan: Plan, checkpoint: Checkpoint | None, ctx: Context) -> Remote:
+async def _loaded(ctx: Context, remote: Remote, *args: Any) -> Any:
+    """The worker's ``load``; whatever changes in its ``load_progress`` extends the task's deadline."""
+    ctx.progress(f"the {remote.name}'s process")
+    loading = asyncio.ensure_future(remote.call("load", *args, timeout=LOAD_LIMIT_S))
+    seen = None
+    try:
+        while not (await asyncio.wait({loading}, timeout=POLL_S))[0]:
+            what, done, total = now = await remote.call("load_progress", timeout=LOAD_LIMIT_S)
+            if now != seen:
+                seen = now
+                share = f", {done / 1e6:.0f} of {total / 1e6:.0f} MB" if total else ""
+                ctx.progress(f"the {remote.name}: {what}{share}")
+        return loading.result()
+    finally:
+        loading.cancel()
+
+
+def policy_spec(plan: Plan, model_folder: str) -> PolicySpec:
+    """What the policy's worker is told of a plan; the model lies in ``model_folder``."""
     recipe = plan.recipe
     optimizer_steps = plan.optimizer_steps_per_batch
-    spec = PolicySpec(
-        model_folder=str(ctx.results["model"].model),
+    return PolicySpec(
+        model_folder=model_folder,
         temperature=plan.train_sampling.temperature,
         loss=recipe.loss_fn,
         optimizer=recipe.policy.optimizer.kwargs,
@@ -217,14 +283,21 @@ async def _policy(plan: Plan, checkpoint: Checkpoint | None, ctx: Context) -> Re
         train_micro_batch_size=recipe.policy.train_micro_batch_size,
         rollouts_per_optimizer_step=plan.rollouts_per_step // optimizer_steps if optimizer_steps > 1 else None,
         seed=recipe.grpo.seed,
+        deterministic=recipe.deterministic,
+        threads=plan.policy.threads,
     )
-    remote = _actor(plan, "policy", partial(build_policy, spec), plan.policy)
-    ctx.on_teardown(remote.kill)
-    ctx.progress("the policy's model")
-    await remote.call("load", timeout=recipe.startup.deadline_s)
+
+
+async def _policy(plan: Plan, checkpoint: Checkpoint | None, health: Health, ctx: Context) -> Remote:
+    recipe = plan.recipe
+    spec = policy_spec(plan, str(ctx.results["model"].model))
+    remote = _actor(plan, health, ctx, "policy", partial(build_policy, spec), plan.policy)
+    await _loaded(ctx, remote)
     if checkpoint is not None:
         ctx.progress(f"the policy's state in {checkpoint.folder}")
-        await remote.call("restore", str(checkpoint.part("policy")), timeout=recipe.startup.deadline_s)
+        differs = await remote.call("restore", str(checkpoint.part(POLICY)), timeout=recipe.startup.deadline_s)
+        if differs is not None:
+            logger.warning("%s", differs)
     return remote
 
 
@@ -253,7 +326,7 @@ async def _data(plan: Plan, checkpoint: Checkpoint | None, ctx: Context) -> dict
         epochs=recipe.grpo.max_num_epochs,
     )
     if checkpoint is not None:
-        loader.load_state_dict(checkpoint.state["loader"])
+        loader.load_state_dict(checkpoint.state["loader"], accept_changed_data=recipe.checkpointing.accept_changed_data)
     validation = []
     if recipe.data.validation is not None:
         validation = await ctx.in_thread(load_source_rows, recipe.data.validation, sources, plan.recipe_path.parent)
@@ -305,9 +378,15 @@ async def _weights(plan: Plan, checkpoint: Checkpoint | None, ctx: Context) -> i
     return version
 
 
-def _actor(plan: Plan, name: str, build: Any, threads: ActorThreads) -> Remote:
+def _actor(plan: Plan, health: Health, ctx: Context, name: str, build: Any, threads: ActorThreads) -> Remote:
+    """A worker's process, watched until it is torn down."""
     log_file = plan.run_dir / "logs" / f"{name}.log"
+    gpus = 0.5 if plan.device == "cuda" else 0
     try:
-        return RayRemote(name, build, env=threads.env, log_file=log_file, num_gpus=0.5 if plan.device == "cuda" else 0)
+        remote: Remote = RayRemote(name, build, env=threads.env, log_file=log_file, num_gpus=gpus)
     except ValueError as error:
         raise InfraError(f"could not place the {name} actor: {error}") from error
+    ctx.on_teardown(remote.kill)
+    health.watch(remote)
+    ctx.on_teardown(partial(health.forget, remote))
+    return remote

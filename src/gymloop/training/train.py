@@ -6,23 +6,31 @@ train() ── start_run: the startup graph ──> Run ── loop.train ──
 from __future__ import annotations
 
 import asyncio
+import time
 from contextlib import ExitStack
-from functools import partial
 
-import yaml
-
-from gymloop.cluster.remote import first_failure
+from gymloop.cluster.health import Health, first_failure
+from gymloop.config.dump import as_yaml
 from gymloop.config.plan import Plan
 from gymloop.errors import ConfigError, InfraError
+from gymloop.lifeline import reaped
 from gymloop.observe.curve import draw_png, draw_text, read_curve
 from gymloop.observe.progress import Progress
 from gymloop.observe.sinks import JsonlSink, Sink, TensorBoardSink
+from gymloop.observe.watchdog import LoopWatchdog
 from gymloop.training import loop
 from gymloop.training.checkpoint import Checkpoint, CheckpointStore
-from gymloop.training.run import Run, Stopped, StopSignal
+from gymloop.training.retention import Retention
+from gymloop.training.run import Run
+from gymloop.training.saving import save
+from gymloop.training.schedule import finished
 from gymloop.training.start import start_run
+from gymloop.training.stop import Stopped, StopSignal
+from gymloop.training.transcripts import Transcripts
 
 TEARDOWN_S = 15.0
+HURRIED_TEARDOWN_S = 1.0
+"""For each teardown, once the user has asked a second time."""
 
 
 async def train(plan: Plan, *, resume: bool = False, sequential: bool = False) -> int:
@@ -34,77 +42,93 @@ async def train(plan: Plan, *, resume: bool = False, sequential: bool = False) -
         sequential: start one task after another, for comparison.
 
     Returns:
-        The exit code: 0, or 128 plus the signal's number when the run was asked to stop.
+        The exit code: 0, 128 plus the signal's number when the run was asked to stop, 75 when it saved and ended
+        before ``checkpointing.checkpoint_must_save_by``, or 1 when its last save failed.
 
     Raises:
         GymloopError: what ended the run, by name; everything it held was given back.
     """
+    began = time.monotonic()
     stop = StopSignal()
     task = asyncio.current_task()
     if task is None:
         raise RuntimeError("train runs as a task of an event loop")
-    stop.install(task)
-    with Progress() as progress, ExitStack() as files:
-        store = CheckpointStore(
-            plan.run_dir / "checkpoints",
-            plan.recipe.checkpointing.keep_latest_k,
-            model={"name": plan.recipe.policy.model_name},
-        )
-        checkpoint = store.latest() if resume else None
+    limits = plan.recipe.health
+    health = Health(limits.check_period_s, limits.unresponsive_after_s)
+    watchdog = LoopWatchdog("the run's event loop", limits.loop_lag_s)
+    with reaped(), stop.installed(task), watchdog, Progress() as progress, ExitStack() as files:
+        store = CheckpointStore(plan.run_dir / "checkpoints", Retention.of(plan.recipe.checkpointing))
+        transcripts = Transcripts(plan.run_dir / "trajectories")
+        checkpoint = await asyncio.to_thread(store.latest) if resume else None  # it hashes every byte
         if not resume and (plan.run_dir / "metrics.jsonl").exists():
             raise ConfigError(f"{plan.run_dir} holds a run already; continue it with --resume or choose another --run")
-        total = plan.recipe.grpo.max_num_steps
-        if checkpoint is not None and checkpoint.step >= total:
-            progress.say(f"the run in {plan.run_dir} finished its {total} steps; nothing is left to do")
+        if checkpoint is not None and finished(plan.recipe, checkpoint.step, checkpoint.state["loader"]):
+            progress.say(f"the run in {plan.run_dir} finished its {checkpoint.step} steps; nothing is left to do")
             return 0
-        sinks = open_files(plan, checkpoint, files)
+        sinks = open_files(plan, checkpoint, progress, files)
+        transcripts.drop_after(None if checkpoint is None else checkpoint.step)
         try:
             started, run = await first_failure(
                 start_run(
                     plan,
                     checkpoint,
                     store,
+                    transcripts,
                     sinks,
                     progress,
                     stop,
+                    health,
+                    watchdog,
                     sequential=sequential,
-                    on_ray=partial(stop.install, task),
+                    began=began,
                 ),
+                health.failed(),
                 stop.watch(),
             )
-        except Stopped as stopped:
+        except (Stopped, asyncio.CancelledError):
+            if not stop.requested:
+                raise
             progress.say("stopped while starting; nothing was trained")
-            return stopped.exit_code
+            return stop.exit_code
         try:
             exit_code = await until_stopped(run)
         finally:
-            await started.close(TEARDOWN_S)
+            await started.close(HURRIED_TEARDOWN_S if stop.insisted else TEARDOWN_S)
         summarise(plan, progress)
         return exit_code
 
 
 async def until_stopped(run: Run) -> int:
     """Train; a stop request saves the last finished step, a second one ends without. Returns the exit code."""
+    exit_code = 0
     try:
         try:
             await loop.train(run)
-        except Stopped:
+        except Stopped as stopped:
+            exit_code = stopped.exit_code
             if run.plan.recipe.checkpointing.enabled and run.step:
                 run.progress.say(f"stopping: saving step {run.step}")
-                await run.save()
+                await save(run)
+            else:
+                run.progress.say("stopped; there is nothing to save" if not run.step else "stopped; saving is off")
     except asyncio.CancelledError:
-        if not run.stop.requested:
+        if not run.stop.insisted:
             raise
         run.progress.say("asked to stop a second time: ending without saving")
-    return run.stop.exit_code
+        return run.stop.exit_code
+    if run.saves.failure is not None:
+        run.progress.say(f"the run ends at step {run.step} without a checkpoint of it: {run.saves.failure}")
+        return 1
+    return exit_code
 
 
-def open_files(plan: Plan, checkpoint: Checkpoint | None, files: ExitStack) -> list[Sink]:
+def open_files(plan: Plan, checkpoint: Checkpoint | None, progress: Progress, files: ExitStack) -> list[Sink]:
     """Make the run's folder, write its resolved recipe, open its metric files."""
     step = None if checkpoint is None else checkpoint.step
     try:
         (plan.run_dir / "logs").mkdir(parents=True, exist_ok=True)
-        text = yaml.safe_dump(plan.recipe.model_dump(mode="json"), sort_keys=False)
+        text = as_yaml(plan.recipe, plan.recipe_path.parent)
+        progress.log_to(plan.run_dir / "logs" / "run.log")
         (plan.run_dir / "recipe.yaml").write_text(text, encoding="utf-8")
     except OSError as error:
         raise InfraError(f"cannot write the run's folder {plan.run_dir}: {error.strerror}") from error

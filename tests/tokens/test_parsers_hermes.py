@@ -6,7 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gymloop.tokens.tool_calls import parse
+from gymloop.tokens.reply import reply_reader
+
+parse = reply_reader("hermes").read
 
 OSLO = '{"name": "wx", "arguments": {"city": "Oslo"}}'
 

@@ -1,0 +1,499 @@
+"""What HTTP costs: the generation server against its engine called directly, in the same process and the same run.
+
+The server and its engine run in a process of their own, and so do the clients, so each one's processor time is its own.
+Clients are closed loops on raw sockets: a connection sends its next request when the last reply is there, and reads no
+more of a reply than its length. Both sides get the same work: prompts of the same ids, the same number of tokens each
+(end tokens are off), and the engine's coroutine is awaited as the server awaits it.
+
+    stage   engine                                    says
+    fake    answers at once                           the server's ceiling, requests/s
+    cpu     answers at once, 8k prompt, 256 sampled   processor time of the server per request, bundle included
+    paced   16k tokens/s in 512 rows, as a GPU might  HTTP over direct at that rate, 8k prompt, 256 sampled
+    torch   TorchEngine                               HTTP over direct
+
+The prompt is given by ``required_prefix_token_ids`` and one new tool message; every reply has the token bundle. Exit
+status 1 when a goal is missed: at most 2 ms of processor time per request (cpu), at least 0.95 of the engine's tokens/s
+(paced and torch). --quick only shows that everything runs.
+
+usage: python benchmarks/serve.py [--stages fake cpu paced torch] [--concurrency 1 64 512] [--model MODEL] [--quick]
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import dataclasses
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+STAGES = ("fake", "cpu", "paced", "torch")
+GOAL_CPU_MS = 2.0
+GOAL_RATIO = 0.95
+SATURATED = 0.85
+"""Share of a core from which on a process counts as the one that limits a run."""
+VARIANTS = 32
+"""Different requests per stage; more would only take the clients memory."""
+TOOL_TEXT = '{"temperature_c": 4.5, "conditions": "light rain", "wind": {"speed_kmh": 21, "direction": "SW"}}'
+
+
+@dataclasses.dataclass(frozen=True)
+class Load:
+    """One measurement: who asks what of which engine.
+
+    Attributes:
+        seconds: how long clients start requests, after a warm-up; None counts ``requests`` instead.
+        requests: per connection.
+    """
+
+    engine: str
+    prompt_tokens: int
+    new_tokens: int
+    concurrency: int
+    seconds: float | None = None
+    requests: int = 1
+    seed: int = 0
+
+
+# ---------------------------------------------------------------- engines
+
+
+class FakeEngine:
+    """Samples nothing and takes no time: what is left is the server."""
+
+    def __init__(self, max_model_len: int):
+        self.max_model_len = max_model_len
+        self.weight_version = 1
+        self._samples: dict[int, Any] = {}
+
+    def sample(self, count: int) -> Any:
+        from gymloop.generation.engine import Sample
+
+        if count not in self._samples:
+            rng = random.Random(count)
+            ids = tuple(rng.randrange(40, 120) for _ in range(count))  # letters of the toy's alphabet
+            self._samples[count] = Sample(ids, tuple(-rng.random() for _ in range(count)), "length", 1, 1)
+        return self._samples[count]
+
+    async def generate(
+        self, prompt_ids: Sequence[int], sampling: Any, request_id: str, on_tokens: Callable[..., None] | None = None
+    ) -> Any:
+        return self.sample(sampling.max_new_tokens)
+
+    def abort(self, request_id: str) -> None:
+        pass
+
+
+class PacedEngine(FakeEngine):
+    """Gives every request one token per step of ``step_s``, as an engine on an accelerator does; computes nothing."""
+
+    def __init__(self, max_model_len: int, step_s: float):
+        super().__init__(max_model_len)
+        self._step_s = step_s
+
+    async def generate(
+        self, prompt_ids: Sequence[int], sampling: Any, request_id: str, on_tokens: Callable[..., None] | None = None
+    ) -> Any:
+        await asyncio.sleep(self._step_s * sampling.max_new_tokens)
+        return self.sample(sampling.max_new_tokens)
+
+
+class Unending:
+    """An engine whose end tokens are off, so that every request gets as many tokens as it asked for."""
+
+    def __init__(self, engine: Any):
+        self._engine = engine
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    async def generate(
+        self, prompt_ids: Sequence[int], sampling: Any, request_id: str, *args: Any, **named: Any
+    ) -> Any:
+        endless = dataclasses.replace(sampling, stop_token_ids=())
+        return await self._engine.generate(prompt_ids, endless, request_id, *args, **named)
+
+
+# ---------------------------------------------------------------- requests
+
+
+def request_bodies(load: Load, vocab: int, end_token: int, model: str, count: int) -> list[dict[str, Any]]:
+    """Chat requests that continue a turn of random ids by a tool's answer."""
+    bodies = []
+    for index in range(count):
+        rng = random.Random(f"{load.seed}/{index}")
+        prefix = [rng.randrange(40, min(vocab, 32000)) for _ in range(load.prompt_tokens - 1)]
+        bodies.append(
+            {
+                "model": model,
+                "messages": [
+                    {"role": "user", "content": "What is the weather in Oslo?"},
+                    {"role": "assistant", "content": "I shall look it up."},
+                    {"role": "tool", "tool_call_id": f"call_{index}", "content": TOOL_TEXT},
+                ],
+                "required_prefix_token_ids": [*prefix, end_token],
+                "max_tokens": load.new_tokens,
+                "temperature": 1.0,
+            }
+        )
+    return bodies
+
+
+# ---------------------------------------------------------------- the server's process
+
+
+def server_main(settings: dict[str, Any]) -> None:
+    """Serve one engine; obey lines of JSON on standard input, answer each with one on standard output."""
+    from gymloop.generation.server import GenerationServer
+    from gymloop.startup.sockets import hold_socket
+    from gymloop.tokens.renderer import Renderer
+
+    engines: dict[str, Any] = {
+        "fake": lambda: FakeEngine(settings["max_model_len"]),
+        "paced": lambda: PacedEngine(settings["max_model_len"], settings["step_s"]),
+        "torch": lambda: torch_engine(settings),
+    }
+    renderer = Renderer.load(settings["folder"], settings["chat_template"])
+    bare = engines[settings["engine"]]()
+    engine = Unending(bare)
+    server = GenerationServer(hold_socket(20000, 29999), "bench", None)
+    server.start()
+    server.ready(engine, renderer)
+    thread = next(thread for thread in threading.enumerate() if thread.name == "generation-server")
+    clock = time.pthread_getcpuclockid(thread.ident)  # type: ignore[arg-type]
+    answer({"url": server.url, "vocab": renderer.vocab_size, "end_token": renderer.end_token_ids[0]})
+    for line in sys.stdin:
+        command = json.loads(line)
+        if command["do"] == "cpu":
+            # The server's thread alone where the engine computes in others, else everything the process does.
+            seconds = time.clock_gettime(clock) if settings["engine"] == "torch" else time.process_time()
+            answer({"cpu": seconds, "at": time.perf_counter()})
+        elif command["do"] == "direct":
+            load = Load(**command["load"])
+            bodies = request_bodies(load, renderer.vocab_size, renderer.end_token_ids[0], "bench", command["bodies"])
+            prompts = [renderer.extend(body["required_prefix_token_ids"], body["messages"][2:]) for body in bodies]
+            answer(asyncio.run(direct(engine, prompts, load)))
+    server.close()
+    if hasattr(bare, "close"):
+        bare.close()
+
+
+def torch_engine(settings: dict[str, Any]) -> Any:
+    from gymloop.generation.torch_engine import TorchEngine
+
+    return TorchEngine(
+        settings["folder"],
+        dtype="float32",
+        max_batch_size=settings["max_batch_size"],
+        max_model_len=settings["max_model_len"],
+    )
+
+
+async def direct(engine: Any, prompts: list[tuple[int, ...]], load: Load) -> dict[str, Any]:
+    """The same closed loops, without the server."""
+    from gymloop.generation.engine import Sampling
+
+    sampling = Sampling(load.new_tokens)
+    counts: list[int] = []
+    began = time.perf_counter()
+
+    async def loop(index: int) -> None:
+        done = 0
+        while keep_on(load, began, done):
+            prompt = prompts[(index * load.requests + done) % len(prompts)]
+            sample = await engine.generate(prompt, sampling, f"direct-{index}-{done}")
+            counts.append(len(sample.token_ids))
+            done += 1
+            if load.seconds is not None:
+                await asyncio.sleep(0)  # an engine that never waits would leave the other loops nothing
+
+    await asyncio.gather(*(loop(index) for index in range(load.concurrency)))
+    seconds = time.perf_counter() - began
+    return {"requests": len(counts), "tokens": sum(counts), "seconds": seconds}
+
+
+def keep_on(load: Load, began: float, done: int) -> bool:
+    return done < load.requests if load.seconds is None else time.perf_counter() - began < load.seconds
+
+
+def answer(value: dict[str, Any]) -> None:
+    print(json.dumps(value), flush=True)
+
+
+# ---------------------------------------------------------------- a client's process
+
+
+def client_main(task: dict[str, Any]) -> None:
+    """Closed loops on as many connections as the load says; prints what was done and what it cost this process."""
+    load = Load(**task["load"])
+    bodies = request_bodies(load, task["vocab"], task["end_token"], "bench", task["bodies"])
+    expected = b'"completion_tokens":%d' % load.new_tokens
+    requests = [http_request(task["port"], orjson.dumps(body)) for body in bodies]
+    answer({"ready": True})
+    sys.stdin.readline()
+    before = time.process_time()
+    answer({**asyncio.run(clients(load, task["port"], requests, expected)), "cpu": time.process_time() - before})
+
+
+def http_request(port: int, body: bytes) -> bytes:
+    head = (
+        f"POST /v1/chat/completions HTTP/1.1\r\nhost: 127.0.0.1:{port}\r\ncontent-type: application/json\r\n"
+        f"content-length: {len(body)}\r\n\r\n"
+    )
+    return head.encode() + body
+
+
+async def clients(load: Load, port: int, requests: list[bytes], expected: bytes) -> dict[str, Any]:
+    connections = [await asyncio.open_connection("127.0.0.1", port, limit=2**20) for _ in range(load.concurrency)]
+    finished = 0
+    latencies: list[float] = []
+    began = time.perf_counter()
+
+    async def loop(index: int) -> None:
+        nonlocal finished
+        reader, writer = connections[index]
+        done = 0
+        while keep_on(load, began, done):
+            at = time.perf_counter()
+            writer.write(requests[(index * load.requests + done) % len(requests)])
+            head = await reader.readuntil(b"\r\n\r\n")
+            length = int(head.lower().partition(b"content-length:")[2].split(b"\r\n", 1)[0])
+            body = await reader.readexactly(length)
+            if not head.startswith(b"HTTP/1.1 200") or expected not in body[-400:] + body[:400]:
+                raise SystemExit(f"the server replied {head.splitlines()[0]!r} {body[:300]!r}")
+            done += 1
+            finished += 1
+            latencies.append(time.perf_counter() - at)
+
+    await asyncio.gather(*(loop(index) for index in range(load.concurrency)))
+    seconds = time.perf_counter() - began
+    for _, writer in connections:
+        writer.close()
+    p99 = sorted(latencies)[min(len(latencies) - 1, int(0.99 * len(latencies)))]
+    return {"requests": finished, "tokens": finished * load.new_tokens, "seconds": seconds, "p99_s": p99}
+
+
+# ---------------------------------------------------------------- the run
+
+
+class Child:
+    """A process that speaks JSON lines."""
+
+    def __init__(self, role: str, settings: dict[str, Any]):
+        command = [sys.executable, str(Path(__file__).resolve()), "--role", role]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self.tell(settings)
+        self.hello = self.hear()
+
+    def tell(self, value: dict[str, Any]) -> None:
+        assert self._process.stdin
+        self._process.stdin.write(json.dumps(value) + "\n")
+        self._process.stdin.flush()
+
+    def hear(self) -> dict[str, Any]:
+        assert self._process.stdout
+        line = self._process.stdout.readline()
+        if not line:
+            raise SystemExit(f"a benchmark process ended with status {self._process.wait(timeout=10)}")
+        return json.loads(line)
+
+    def ask(self, value: dict[str, Any]) -> dict[str, Any]:
+        self.tell(value)
+        return self.hear()
+
+    def end(self) -> None:
+        assert self._process.stdin
+        self._process.stdin.close()
+        try:
+            self._process.wait(timeout=60)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait(timeout=10)
+
+
+@dataclasses.dataclass
+class Result:
+    requests_per_s: float
+    tokens_per_s: float
+    p99_ms: float
+    server_ms: float
+    server_share: float
+    client_share: float
+
+
+def over_http(server: Child, load: Load, bodies: int) -> Result:
+    port = int(server.hello["url"].rsplit(":", 1)[1].split("/")[0])
+    task = {"load": dataclasses.asdict(load), "port": port, "bodies": bodies}
+    client = Child("client", {**task, **{key: server.hello[key] for key in ("vocab", "end_token")}})
+    try:
+        before = server.ask({"do": "cpu"})
+        done = client.ask({"do": "go"})
+        after = server.ask({"do": "cpu"})
+    finally:
+        client.end()
+    cpu = after["cpu"] - before["cpu"]
+    wall = done["seconds"]
+    return Result(
+        done["requests"] / wall,
+        done["tokens"] / wall,
+        1000 * done["p99_s"],
+        1000 * cpu / done["requests"],
+        cpu / (after["at"] - before["at"]),
+        done["cpu"] / wall,
+    )
+
+
+def compare(server: Child, load: Load, bodies: int, rounds: int) -> tuple[float, float, Result]:
+    """Medians over alternating rounds: HTTP over direct in tokens/s, direct tokens/s, and HTTP's last round.
+
+    The first round warms both up and is not counted.
+    """
+    ratios, rates, http = [], [], None
+    for number in range(rounds + 1):
+        fresh = dataclasses.replace(load, seed=load.seed + number)
+        http = over_http(server, fresh, bodies)
+        bare = server.ask({"do": "direct", "load": dataclasses.asdict(fresh), "bodies": bodies})
+        if number:
+            rates.append(bare["tokens"] / bare["seconds"])
+            ratios.append(http.tokens_per_s / rates[-1])
+    assert http is not None
+    return statistics.median(ratios), statistics.median(rates), http
+
+
+HEADER = (
+    f"{'stage':<6} {'conc.':>5} {'HTTP req/s':>10} {'HTTP tok/s':>10} {'direct tok/s':>12} {'ratio':>6} "
+    f"{'server ms/req':>13} {'p99 ms':>8} {'server':>6} {'client':>6}  limited by"
+)
+
+
+def row(stage: str, load: Load, ratio: float | None, bare: float | None, http: Result) -> str:
+    return (
+        f"{stage:<6} {load.concurrency:>5} {http.requests_per_s:>10.1f} {http.tokens_per_s:>10.0f} "
+        f"{'-' if bare is None else f'{bare:.0f}':>12} {'-' if ratio is None else f'{ratio:.3f}':>6} "
+        f"{http.server_ms:>13.2f} {http.p99_ms:>8.1f} {http.server_share:>6.0%} {http.client_share:>6.0%}  "
+        f"{limited_by(stage, http)}"
+    )
+
+
+def limited_by(stage: str, http: Result) -> str:
+    """Where a closed loop spends its time; with an engine that takes none it is the busier of the two processes."""
+    if http.client_share > max(SATURATED, http.server_share):
+        return "the client"
+    if http.server_share > SATURATED:
+        return "the server"
+    return "the engine" if stage in ("paced", "torch") else "neither: the machine is shared"
+
+
+def run_stage(stage: str, args: argparse.Namespace, toy: Path) -> list[tuple[str, float, bool]]:
+    """Measure and print one stage; returns its goals as (sentence, value, met)."""
+    quick = args.quick
+    goals: list[tuple[str, float, bool]] = []
+    seconds = 1.0 if quick else 8.0
+    settings: dict[str, Any] = {"engine": "fake", "folder": str(toy), "chat_template": None, "max_model_len": 16384}
+    if stage == "paced":
+        settings |= {"engine": "paced", "step_s": 512 / 16384}
+    elif stage == "torch":
+        settings |= {"engine": "torch", "max_batch_size": 8 if quick else 64, "max_model_len": 256}
+        if not quick:
+            settings |= model_settings(args.model)
+    server = Child("server", settings)
+    try:
+        if stage == "fake":
+            for concurrency in args.concurrency:
+                load = Load("fake", 128, 32, concurrency, seconds)
+                ratio, bare, http = compare(server, load, VARIANTS, 1)
+                print(row(stage, load, ratio, bare, http), flush=True)
+        elif stage == "cpu":
+            costs = []
+            load = Load("fake", 8192, 256, 16, seconds)
+            over_http(server, dataclasses.replace(load, seconds=1.0), VARIANTS)
+            for number in range(1 if quick else 3):
+                http = over_http(server, dataclasses.replace(load, seed=number), VARIANTS)
+                costs.append(http.server_ms)
+                print(row(stage, load, None, None, http), flush=True)
+            cost = statistics.median(costs)
+            goals.append((f"server CPU per request at most {GOAL_CPU_MS:g} ms", cost, cost <= GOAL_CPU_MS))
+        elif stage == "paced":
+            load = Load("paced", 8192, 256, 64 if quick else 512, None, 1 if quick else 3)
+            ratio, bare, http = compare(server, load, VARIANTS, 1 if quick else 3)
+            print(row(stage, load, ratio, bare, http), flush=True)
+            goals.append((f"paced: at least {GOAL_RATIO:g} of the engine's tokens/s", ratio, ratio >= GOAL_RATIO))
+        else:
+            for concurrency in args.concurrency:
+                rounds = 5 if concurrency == 1 else 3 if concurrency < 512 else 1
+                # Every prompt is new, so that the engine's prefix reuse has nothing to reuse.
+                load = Load(
+                    "torch", 48, 16 if concurrency < 512 else 8, concurrency, None, 4 if concurrency == 1 else 1
+                )
+                bodies = concurrency * load.requests
+                ratio, bare, http = compare(server, load, bodies, 1 if quick else rounds)
+                print(row(stage, load, ratio, bare, http), flush=True)
+                met = ratio >= GOAL_RATIO
+                goals.append((f"torch at {concurrency}: at least {GOAL_RATIO:g} of its tokens/s", ratio, met))
+    finally:
+        server.end()
+    return goals
+
+
+def model_settings(model: str) -> dict[str, Any]:
+    from gymloop.models.resolve import resolve_model
+
+    return {"folder": str(resolve_model(model))}
+
+
+def toy_folder(root: Path) -> Path:
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+    import toys
+
+    return toys.build_toy(root, "q")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--stages", nargs="+", choices=STAGES, default=STAGES)
+    parser.add_argument("--concurrency", type=int, nargs="+", default=(1, 64, 512))
+    parser.add_argument("--model", default="HuggingFaceTB/SmolLM2-135M-Instruct", help="folder or Hugging Face id")
+    parser.add_argument(
+        "--quick", action="store_true", help="seconds instead of minutes, a toy model instead of --model"
+    )
+    parser.add_argument("--role", choices=("server", "client"), help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.role:
+        {"server": server_main, "client": client_main}[args.role](json.loads(sys.stdin.readline()))
+        return 0
+
+    print(
+        f"{os.cpu_count()} cores, load average {os.getloadavg()[0]:.2f} at the start{', quick' if args.quick else ''}"
+    )
+    print("closed-loop clients in one process of their own")
+    print(
+        "server ms/req: processor time of the server's process (torch: of its thread); server, client: share of a core"
+    )
+    print(HEADER, flush=True)
+    goals = []
+    with tempfile.TemporaryDirectory(prefix="gymloop-bench-") as folder:
+        toy = toy_folder(Path(folder))
+        for stage in args.stages:
+            goals += run_stage(stage, args, toy)
+    print(f"load average {os.getloadavg()[0]:.2f} at the end")
+    if args.quick:
+        print("quick: too short, and the toy too fast, for the goals to be judged")
+        return 0
+    for sentence, value, met in goals:
+        print(f"{'met   ' if met else 'MISSED'} {sentence}: {value:.3f}")
+    return 0 if all(met for _, _, met in goals) else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

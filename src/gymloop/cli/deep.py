@@ -1,0 +1,69 @@
+"""What ``gymloop check --deep`` asks of the model's tokenizer and the environments, without starting a run.
+
+The only part of ``check`` that imports transformers, the user's environments and parser plug-ins. Rows are made or read
+as a run would, every one of them is rendered, and what does not fit is said in one sentence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from gymloop.config.plan import Plan
+from gymloop.gym.contract import Row
+from gymloop.gym.items import chat_tools
+from gymloop.gym.rows import rows_beyond_context
+from gymloop.gym.sources import build_sources, load_source_rows
+
+_SHOWN = 5
+
+
+def check_deeply(plan: Plan) -> int:
+    """Print one line for each finding; 2 when one of them is an error.
+
+    Raises:
+        ConfigError: the tokenizer, an environment, a plug-in or the rows cannot be loaded.
+    """
+    from gymloop.models.resolve import resolve_model
+    from gymloop.tokens.folder import generation_end_ids
+    from gymloop.tokens.probe import probe
+    from gymloop.tokens.renderer import Renderer
+    from gymloop.tokens.reply import reply_reader
+
+    recipe = plan.recipe
+    tokenizer = recipe.policy.tokenizer
+    reader = reply_reader(
+        tokenizer.tool_parser, plan.tool_parser_plugin, tokenizer.reasoning_parser, plan.reasoning_parser_plugin
+    )
+    sources = build_sources(recipe.env, plan.recipe_path.parent)
+    train = load_source_rows(recipe.data.train, sources, plan.recipe_path.parent)
+    validation: list[Row] = []
+    if recipe.data.validation is not None:
+        validation = load_source_rows(recipe.data.validation, sources, plan.recipe_path.parent)
+
+    folder = resolve_model(tokenizer.name or recipe.policy.model_name)
+    ends = recipe.policy.generation.stop_token_ids
+    renderer = Renderer.load(folder, plan.chat_template, tokenizer.chat_template_kwargs, ends, reader)
+    tools = {tool["name"]: tool for source in sources.values() for tool in source.tools}
+    findings = [
+        (finding.severity, finding.what)
+        for finding in probe(renderer, generation_end_ids(folder) if ends is None else ends, chat_tools(tools.values()))
+    ]
+    limit = recipe.policy.max_total_sequence_length
+    for key, rows in (("train", train), ("validation", validation)):
+        found = rows_beyond_context(rows, renderer, limit)
+        findings += [("error", f"data.{key}: {what}") for what in _first(rows, found)]
+    for severity, what in findings:
+        print(f"  {severity:<11} {what}")
+    errors = sum(severity == "error" for severity, _ in findings)
+    rows_seen = f"{len(train)} training and {len(validation)} validation rows"
+    print(f"  deep        {folder}: {rows_seen} rendered, {errors} errors, {len(findings) - errors} warnings")
+    return 2 if errors else 0
+
+
+def _first(rows: Sequence[Row], found: Sequence[tuple[int, str]]) -> Iterator[str]:
+    """The first few rows that do not fit, and how many there are."""
+    for index, what in found[:_SHOWN]:
+        name = rows[index].get("id")
+        yield f"row {index + 1}{'' if name is None else f' (id {name!r})'}: {what}"
+    if len(found) > _SHOWN:
+        yield f"and {len(found) - _SHOWN} of {len(rows)} rows more"

@@ -1,0 +1,35 @@
+"""What is allowed and perhaps not meant: said by ``gymloop check``, never a reason to refuse."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from gymloop.config.rules.saving import VALIDATION
+from gymloop.config.schema import Recipe
+
+
+def notes(recipe: Recipe) -> Iterator[str]:
+    """One sentence each."""
+    grpo, saving, generation = recipe.grpo, recipe.checkpointing, recipe.policy.generation
+    if grpo.use_leave_one_out_baseline and grpo.normalize_rewards and grpo.num_generations_per_prompt == 2:
+        yield (
+            "grpo.normalize_rewards has no effect with grpo.num_generations_per_prompt 2 and leave-one-out: one peer "
+            "has no standard deviation"
+        )
+    if grpo.val_period > grpo.max_num_steps and not grpo.val_at_end:
+        yield f"grpo.val_period {grpo.val_period} is past the last step, {grpo.max_num_steps}: no step is validated"
+    if saving.enabled and saving.save_period > grpo.max_num_steps:
+        yield f"checkpointing.save_period {saving.save_period}: only the last step, {grpo.max_num_steps}, is saved"
+    ranked = saving.metric_name is not None and saving.metric_name.startswith(VALIDATION)
+    if ranked and grpo.val_period and saving.save_period % grpo.val_period:
+        yield (
+            f"checkpoints between validations have no {saving.metric_name}: checkpointing.save_period "
+            f"{saving.save_period} is no multiple of grpo.val_period {grpo.val_period}"
+        )
+    in_flight = min(recipe.rollouts.max_concurrency, grpo.num_prompts_per_step * grpo.num_generations_per_prompt)
+    rows = generation.torch_cfg.max_batch_size
+    if in_flight > rows:
+        yield (
+            f"{in_flight} rollouts are in flight and the engine decodes {rows} at once "
+            "(policy.generation.torch_cfg.max_batch_size): the others wait"
+        )

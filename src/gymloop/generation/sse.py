@@ -1,0 +1,70 @@
+"""A reply in server-sent events: nothing is sent before there is something to say, and the end is always told.
+
+Until the first event exists an error is an ordinary reply with its status. After it, an error is the last event. When
+the client goes away the source of events is closed at once, which ends the work behind it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable
+
+from starlette.types import Receive, Scope, Send
+
+from gymloop.generation.refusal import ApiError, refusal_of
+from gymloop.generation.reply import disconnected, json_reply
+
+HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
+
+
+class EventStream:
+    """An ASGI reply.
+
+    Args:
+        events: encoded events.
+        told: encodes an error that comes after the first event.
+        failed: called with an error, whenever it comes.
+    """
+
+    def __init__(
+        self,
+        events: AsyncGenerator[bytes, None],
+        told: Callable[[ApiError], bytes],
+        failed: Callable[[ApiError], None],
+    ):
+        self._events = events
+        self._told = told
+        self._failed = failed
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send all events, or as many as the client stays for."""
+        work = asyncio.ensure_future(self._send_all(scope, receive, send))
+        gone = asyncio.ensure_future(disconnected(receive))
+        try:
+            # bounded: by the request's time, which the events keep
+            await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            gone.cancel()
+            if not work.done():
+                work.cancel()
+            await asyncio.gather(work, gone, return_exceptions=True)  # bounded: both have ended or were cancelled
+            await self._events.aclose()
+        if not work.cancelled():
+            work.result()
+
+    async def _send_all(self, scope: Scope, receive: Receive, send: Send) -> None:
+        begun = False
+        try:
+            async for event in self._events:
+                if not begun:
+                    begun = True
+                    await send({"type": "http.response.start", "status": 200, "headers": HEADERS})
+                await send({"type": "http.response.body", "body": event, "more_body": True})
+        except Exception as error:  # noqa: BLE001 - whatever it is, the client is told and the log has it
+            refusal = refusal_of(error, scope["path"])
+            self._failed(refusal)
+            if not begun:
+                await json_reply(refusal.body, refusal.status, refusal.headers)(scope, receive, send)
+                return
+            await send({"type": "http.response.body", "body": self._told(refusal), "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})

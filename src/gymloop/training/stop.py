@@ -1,0 +1,87 @@
+"""How a run is asked to end: each signal is more urgent than the one before.
+
+| SIGINT or SIGTERM | what follows                                                                    |
+| ----------------- | ------------------------------------------------------------------------------- |
+| first             | the loop ends at its next safe point and saves; see ``training.loop``           |
+| second            | the run's task is cancelled, nothing is saved; after 5 s the process just ends  |
+| third             | the process ends here and now                                                   |
+
+A process that just ends leaves nothing behind all the same: the kernel kills what is tied to it (``gymloop.lifeline``).
+The handlers run between two instructions of the main thread, so the second and third also work while an environment
+blocks the event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any, NoReturn
+
+from gymloop.errors import GymloopError
+
+HURRY_S = 5.0
+"""After a second signal the process ends within this, whatever its teardown does."""
+
+
+class Stopped(GymloopError):
+    """The user asked the run to end."""
+
+    kind = "stopped"
+
+    def __init__(self, exit_code: int) -> None:
+        super().__init__("the run was asked to stop")
+        self.exit_code = exit_code
+
+
+class StopSignal:
+    """Set by the first SIGINT or SIGTERM.
+
+    Attributes:
+        exit_code: 128 plus the number of the first signal; 0 until then.
+        insisted: whether a second one came.
+    """
+
+    def __init__(self) -> None:
+        self.exit_code = 0
+        self.insisted = False
+        self._event = asyncio.Event()
+
+    @contextmanager
+    def installed(self, task: asyncio.Task[Any]) -> Iterator[None]:
+        """Handle both signals for ``task``, from the main thread, until the block ends."""
+        loop = asyncio.get_running_loop()
+
+        def handle(number: int, frame: FrameType | None) -> None:
+            if self.insisted:
+                os._exit(self.exit_code)
+            if self.exit_code:
+                self.insisted = True
+                timer = threading.Timer(HURRY_S, os._exit, (self.exit_code,))
+                timer.daemon = True
+                timer.start()
+                loop.call_soon_threadsafe(task.cancel)
+            else:
+                self.exit_code = 128 + number
+                loop.call_soon_threadsafe(self._event.set)
+
+        before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    @property
+    def requested(self) -> bool:
+        """Whether the run was asked to stop."""
+        return self._event.is_set()
+
+    async def watch(self) -> NoReturn:
+        """Raises Stopped once the run was asked to stop."""
+        await self._event.wait()  # bounded: by the work it runs beside; it is cancelled when that ends
+        raise Stopped(self.exit_code)

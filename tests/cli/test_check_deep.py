@@ -1,0 +1,116 @@
+"""``gymloop check --deep`` on a toy model: the tokenizer, the environments and every row."""
+
+import json
+import sys
+
+import pytest
+
+from gymloop.cli import main as cli
+from gymloop.errors import DataError
+from gymloop.gym.rows import rows_beyond_context
+from toys import build_toy
+
+GYM = '''\
+from gymloop.gym import Environment, tool
+
+
+class Toy(Environment):
+    """Says things."""
+
+    def __init__(self, words: int = 3):
+        self.words = words
+
+    def tasks(self, rng):
+        while True:
+            yield {"prompt": "a " * self.words}
+
+    @tool
+    def say(self, text: str) -> str:
+        """Say it."""
+        return text
+
+    def verify(self, response):
+        return 1.0
+'''
+RECIPE = """\
+grpo: {num_prompts_per_step: 2, num_generations_per_prompt: 4, max_num_steps: 3}
+policy:
+  model_name: MODEL
+  max_total_sequence_length: 512
+  optimizer: {kwargs: {lr: 1e-5}}
+  generation: {max_new_tokens: 16}
+data: {train: {environment: toy, num_tasks: 4}}
+env: {environments: {toy: {entrypoint: "deep_toy_gym:Toy"}}}
+"""
+
+
+@pytest.fixture
+def recipe(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "deep_toy_gym.py").write_text(GYM)
+    monkeypatch.delitem(sys.modules, "deep_toy_gym", raising=False)
+
+    def write(family: str) -> str:
+        folder = build_toy(tmp_path / "model", family)
+        (tmp_path / "r.yaml").write_text(RECIPE.replace("MODEL", str(folder)))
+        return str(tmp_path / "r.yaml")
+
+    return write
+
+
+def test_deep_renders_all_rows_and_says_what_fits(recipe, capsys):
+    assert cli.main(["check", recipe("q"), "--deep"]) == 0
+    said = capsys.readouterr().out
+    assert "4 training and 0 validation rows rendered, 0 errors" in said
+
+
+def test_deep_names_rows_beyond_the_context_and_exits_2(recipe, capsys):
+    argv = ["check", recipe("q"), "--deep", "+env.environments.toy.kwargs={words: 400}", "data.train.num_tasks=7"]
+    assert cli.main(argv) == 2
+    said = capsys.readouterr().out
+    assert "error       data.train: row 1: its first prompt has" in said
+    assert "policy.max_total_sequence_length is 512" in said
+    assert "data.train: and 2 of 7 rows more" in said
+
+
+def test_deep_says_what_template_and_parser_do_not_agree_on(recipe, capsys):
+    assert cli.main(["check", recipe("l"), "--deep"]) == 2, "the llama toy's template shows no tools"
+    said = capsys.readouterr().out
+    assert "tools" in said
+    assert "  error  " in said
+
+
+def test_deep_checks_the_tools_that_rows_name_against_the_environments(recipe, tmp_path, capsys):
+    path = recipe("q")
+    row = {
+        "responses_create_params": {"input": "x", "tools": [{"type": "function", "name": "sai"}]},
+        "agent_ref": {"name": "toy"},
+    }
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n" + json.dumps(row) + "\n")
+    argv = ["check", path, "~data.train", "+data.train.data_path=rows.jsonl"]
+    assert cli.main(argv) == 0, "plain check imports no environment"
+    assert cli.main([*argv, "--deep"]) == 2
+    assert "has no tool 'sai' (did you mean 'say'?)" in capsys.readouterr().err
+
+
+class _Words:
+    """One token a word."""
+
+    def render(self, messages, tools=None, add_generation_prompt=True):
+        text = " ".join(message["content"] for message in messages)
+        if "!" in text:
+            raise DataError("the template cannot render this")
+        return tuple(range(len(text.split())))
+
+
+@pytest.mark.parametrize(
+    ("limit", "beyond"), [(10, []), (4, []), (3, [0]), (2, [0, 1]), (1, [0, 1, 2])], ids=lambda value: str(value)
+)
+def test_a_row_is_beyond_the_context_when_no_token_is_left_for_an_answer(limit, beyond):
+    rows = [{"responses_create_params": {"input": text}} for text in ("a b c", "a b", "a")]
+    assert [index for index, _ in rows_beyond_context(rows, _Words(), limit)] == beyond
+
+
+def test_a_row_that_cannot_be_rendered_is_told_too():
+    rows = [{"responses_create_params": {"input": "a!"}}, {"responses_create_params": {"input": "a"}}]
+    assert rows_beyond_context(rows, _Words(), 9) == [(0, "the template cannot render this")]

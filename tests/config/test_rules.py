@@ -1,0 +1,114 @@
+import pytest
+
+from gymloop.config.notes import notes
+
+MUST = "checkpointing.checkpoint_must_save_by"
+VALIDATION = "+data.validation={environment: sums, num_tasks: 2}"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key", "reason"),
+    [
+        (["cluster.gpus_per_node=2"], "cluster.gpus_per_node", "would leave all but one idle"),
+        (["policy.train_global_batch_size=3"], "policy.train_global_batch_size", "does not divide the 8"),
+        (
+            ["policy.sequence_packing.enabled=false", "policy.train_micro_batch_size=9"],
+            "policy.train_micro_batch_size",
+            "9 sequences are more than an optimizer step has (8)",
+        ),
+        (
+            ["rollouts.on_short_group=refill", "data.train.num_tasks=2"],
+            "rollouts.on_short_group",
+            "so there is no next one",
+        ),
+        (["loss_fn.ratio_clip_c=1.1"], "loss_fn.ratio_clip_c", "is inside the clip range"),
+        (["health.check_period_s=60"], "health.unresponsive_after_s", "before the second look"),
+        (["deterministic=true", "cluster.gpus_per_node=1"], "deterministic", "equal bits are proven on the CPU only"),
+        (["checkpointing.keep_top_k=2"], "checkpointing.keep_top_k", "which is missing"),
+        (["checkpointing.metric_name=reward/mean"], "checkpointing.metric_name", "does not say how many to keep"),
+        (
+            [VALIDATION, "grpo.val_period=1", "checkpointing.metric_name=val:accuracy", "checkpointing.keep_top_k=1"],
+            "checkpointing.metric_name",
+            "'val:accuracy' is a name of NeMo RL; expected one of metrics.jsonl, such as 'validation/reward/mean'",
+        ),
+        (
+            ["checkpointing.metric_name=validation/reward/mean", "checkpointing.keep_top_k=1"],
+            "checkpointing.metric_name",
+            "comes from validation, and data.validation is missing",
+        ),
+        (
+            [VALIDATION, "checkpointing.metric_name=validation/reward/mean", "checkpointing.keep_top_k=1"],
+            "checkpointing.metric_name",
+            "none follows a step",
+        ),
+        (
+            [VALIDATION, "grpo.val_period=10", "grpo.max_num_steps=29", "checkpointing.save_period=6",
+             "checkpointing.metric_name=validation/reward/mean", "checkpointing.keep_top_k=1"],
+            "checkpointing.metric_name",
+            "no step is both validated (every 10) and saved (every 6) within 29 steps",
+        ),
+        (
+            ["checkpointing.enabled=false", "checkpointing.checkpoint_must_save_by='00:01:00:00'"],
+            "checkpointing.checkpoint_must_save_by",
+            "has no effect while checkpointing.enabled is false",
+        ),
+        (["checkpointing.checkpoint_must_save_by='4h'"], "checkpointing.checkpoint_must_save_by", "DD:HH:MM:SS"),
+        (["checkpointing.checkpoint_must_save_by='00:25:00:00'"], MUST, "is no time"),
+        (["checkpointing.checkpoint_must_save_by='00:00:00:00'"], MUST, "is over when"),
+        (["policy.tokenizer.tool_parser=hermez"], "policy.tokenizer.tool_parser", "did you mean 'hermes'?"),
+        (["policy.tokenizer.reasoning_parser=thinks"], "policy.tokenizer.reasoning_parser", "did you mean 'think'?"),
+        (
+            ["policy.tokenizer.tool_parser=mine", "policy.tokenizer.tool_parser_plugin=mine.py"],
+            "policy.tokenizer.tool_parser_plugin",
+            "there is no file",
+        ),
+        (["policy.tokenizer.tool_parser_plugin=a.yaml"], "policy.tokenizer.tool_parser_plugin", "is no Python file"),
+        (
+            ["policy.tokenizer.reasoning_parser_plugin=mine.py"],
+            "policy.tokenizer.reasoning_parser_plugin",
+            "and policy.tokenizer.reasoning_parser names none of them",
+        ),
+        (["env.environments={}", "~env.environments.sums"], "env.environments", "nothing gives a reward"),
+    ],
+)  # fmt: skip
+def test_a_rule_between_keys_gives_its_reason(files, overrides, key, reason):
+    said = files.said("base.yaml", *overrides)
+    assert any(f": {key}: " in line and reason in line for line in said), said
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["loss_fn.ratio_clip_c=3"],
+        ["policy.train_global_batch_size=4", "policy.train_micro_batch_size=9"],
+        ["rollouts.on_short_group=refill", "data.train.num_tasks=2", "grpo.max_num_epochs=2"],
+        [VALIDATION, "grpo.val_period=10", "grpo.max_num_steps=30", "checkpointing.save_period=6",
+         "checkpointing.metric_name=validation/reward/mean", "checkpointing.keep_top_k=1"],
+        [VALIDATION, "grpo.val_at_end=true", "checkpointing.metric_name=validation/reward/mean",
+         "checkpointing.keep_top_k=1"],
+        ["checkpointing.checkpoint_must_save_by='00:03:45:00'"],
+        ["policy.tokenizer.tool_parser=mine", "policy.tokenizer.tool_parser_plugin=mine.py"],
+        ["deterministic=true"],
+    ],
+)  # fmt: skip
+def test_what_the_rules_allow_passes(files, overrides):
+    files.write("mine.py", "")
+    files.load("base.yaml", *overrides)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        ([], None),
+        (["grpo.num_generations_per_prompt=2"], "grpo.normalize_rewards has no effect"),
+        ([VALIDATION, "grpo.val_period=4"], "grpo.val_period 4 is past the last step, 3"),
+        (["checkpointing.save_period=4"], "only the last step, 3, is saved"),
+        (["policy.generation.torch_cfg.max_batch_size=4"], "8 rollouts are in flight and the engine decodes 4 at once"),
+        ([VALIDATION, "grpo.val_period=2", "checkpointing.save_period=3", "grpo.max_num_steps=6",
+          "checkpointing.metric_name=validation/reward/mean", "checkpointing.keep_top_k=1"],
+         "checkpoints between validations have no validation/reward/mean"),
+    ],
+)  # fmt: skip
+def test_what_is_allowed_and_perhaps_not_meant_is_a_note(files, overrides, said):
+    found = list(notes(files.load("base.yaml", "checkpointing.save_period=3", *overrides).recipe))
+    assert (not found) if said is None else (len(found) == 1 and said in found[0])

@@ -1,0 +1,106 @@
+"""A tied process ends with the one that started it, also when that one is killed and also when it is itself stopped."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from gymloop.lifeline import tied
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux can tie a process to its parent")
+
+PARENT = """
+import subprocess, sys
+from gymloop.lifeline import tied
+child = subprocess.Popen(tied([sys.executable, "-c", "import time; print('up', flush=True); time.sleep(60)"]),
+                         stdout=subprocess.PIPE, text=True)
+child.stdout.readline()
+print(child.pid, flush=True)
+sys.stdin.read()
+"""
+
+
+def alive(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+def test_a_tied_process_ends_when_its_parent_is_killed(stopped):
+    parent = subprocess.Popen([sys.executable, "-c", PARENT], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    child = int(parent.stdout.readline())
+    try:
+        assert alive(child)
+        if stopped:
+            os.kill(child, signal.SIGSTOP)
+        parent.kill()
+        parent.wait(10)
+        deadline = time.monotonic() + 10
+        while alive(child):
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+    finally:
+        parent.kill()
+        parent.communicate(timeout=10)
+        if alive(child):
+            os.kill(child, signal.SIGKILL)
+
+
+def test_a_tied_command_is_the_command_otherwise():
+    done = subprocess.run(
+        tied([sys.executable, "-c", "import sys; print(sys.stdin.read(), sys.argv[1]); sys.exit(7)", "two words"]),
+        input="in", capture_output=True, text=True, timeout=30, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (7, "in two words\n")
+
+
+def test_a_process_whose_parent_is_gone_already_does_not_begin():
+    command = [sys.executable, "-m", "gymloop.lifeline", "1", sys.executable, "-c", "print('ran')"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    assert (done.returncode, done.stdout) == (1, "")
+
+
+RUN = """
+import subprocess, sys, time
+from gymloop.lifeline import reaped
+child = [sys.executable, "-c", "import subprocess, sys; print(subprocess.Popen(['sleep', '60']).pid, flush=True);"
+         "sys.stdin.read()"]
+with reaped():
+    middle = subprocess.Popen(child, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    print(middle.pid, int(middle.stdout.readline()), flush=True)
+    if sys.argv[1] == "stay":
+        time.sleep(60)
+print("left", flush=True)
+"""
+
+
+@pytest.mark.parametrize("how", ["killed", "left"])
+def test_what_a_reaped_run_started_ends_with_it_also_what_others_started_for_it(how):
+    run = subprocess.Popen(
+        [sys.executable, "-c", RUN, "stay" if how == "killed" else "go"], stdout=subprocess.PIPE, text=True
+    )
+    pids = [int(word) for word in run.stdout.readline().split()]
+    stranger = subprocess.Popen(["sleep", "60"])
+    try:
+        if how == "killed":
+            run.kill()
+        else:
+            assert run.stdout.readline() == "left\n"
+            assert not any(map(alive, pids)), "the block ends once everything has ended"
+        run.communicate(timeout=30)
+        deadline = time.monotonic() + 10
+        while any(map(alive, pids)):
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        assert stranger.poll() is None
+    finally:
+        stranger.kill()
+        stranger.wait(10)
+        for pid in filter(alive, pids):
+            os.kill(pid, signal.SIGKILL)
