@@ -56,7 +56,7 @@ test-corners:
 
 .PHONY: .corner
 .corner: $(VENV)/.dev
-	@$(BIN)/python -m pytest tests/generation tests/policy tests/tokens tests/algorithms tests/models
+	@$(BIN)/python -m pytest tests/generation tests/conformance tests/policy tests/tokens tests/algorithms tests/models
 
 lint: $(VENV)/.dev
 	@$(BIN)/ruff check .

@@ -155,7 +155,7 @@ def request_bodies(load: Load, vocab: int, end_token: int, model: str, count: in
 
 def server_main(settings: dict[str, Any]) -> None:
     """Serve one engine; obey lines of JSON on standard input, answer each with one on standard output."""
-    from gymloop.generation.server import GenerationServer
+    from gymloop.serving.server import GenerationServer
     from gymloop.startup.sockets import hold_socket
     from gymloop.tokens.renderer import Renderer
 

@@ -18,7 +18,20 @@ HEAVY = {"torch", "ray", "transformers", "vllm"}
 LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"cli"}),
     frozenset({"training"}),
-    frozenset({"startup", "algorithms", "rollouts", "policy", "generation", "gym", "weights", "observe", "cluster"}),
+    frozenset(
+        {
+            "startup",
+            "algorithms",
+            "rollouts",
+            "policy",
+            "serving",
+            "generation",
+            "gym",
+            "weights",
+            "observe",
+            "cluster",
+        }
+    ),
     frozenset({"tokens", "models"}),
     frozenset({"config", "compat", "files", "lifeline"}),
     frozenset({"errors", ""}),  # "" is the package itself: its version
@@ -31,8 +44,10 @@ PEERS = {
     ("policy", "algorithms.step"),  # how a batch is cut into optimizer steps
     ("policy", "weights"),
     ("generation", "weights"),  # an engine checks and takes snapshots
-    ("generation", "startup.sockets"),  # the engine's actor holds its own socket
-    ("generation", "observe.watchdog"),  # the server's event loop is watched
+    ("serving", "generation"),  # the face of an engine, and the worker that holds both
+    ("serving", "weights"),
+    ("serving", "startup.sockets"),  # the engine's actor holds its own socket
+    ("serving", "observe.watchdog"),  # the server's event loop is watched
     ("rollouts", "gym"),  # a collector drives agents
     ("rollouts", "generation.engine"),
     ("algorithms", "rollouts.trajectory"),

@@ -24,8 +24,8 @@ from rich.console import Console
 
 from gymloop.cli import main as cli
 from gymloop.cli import serve
-from gymloop.generation.traffic import Traffic, summary
 from gymloop.observe.progress import Progress
+from gymloop.serving.traffic import Traffic, summary
 
 HELLO = [{"role": "user", "content": "Hello!"}]
 LIMIT_S = 200

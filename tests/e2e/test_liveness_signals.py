@@ -79,11 +79,11 @@ def lab(tmp_path_factory, toy):
 PHASES = {
     # where the signal comes: checkpoints afterwards
     "startup": ("gymloop.policy.worker:PolicyWorker.load:1:before", []),
-    "first_sync": ("gymloop.generation.worker:EngineWorker.load_weights:1:before", []),
+    "first_sync": ("gymloop.serving.worker:EngineWorker.load_weights:1:before", []),
     "warmup": ("gymloop.policy.worker:PolicyWorker.sft:1:before", []),
     "rollouts": ("gymloop.rollouts.collector:Collector._rollout:8:before", ["step_1"]),
     "update": ("gymloop.policy.worker:PolicyWorker.train:2:before", ["step_2"]),
-    "weight_sync": ("gymloop.generation.worker:EngineWorker.load_weights:4:before", ["step_2"]),
+    "weight_sync": ("gymloop.serving.worker:EngineWorker.load_weights:4:before", ["step_2"]),
     "validation": ("gymloop.training.loop:_validate:1:before", ["step_2"]),
     "save": ("gymloop.policy.worker:PolicyWorker.save:1:before", ["step_3"]),
 }

@@ -15,12 +15,12 @@ import pytest
 from gymloop.algorithms.step import prepare_batch
 from gymloop.config.schema import Grpo, Loss, OptimizerKwargs, Rollouts
 from gymloop.generation.engine import Sample, Sampling
-from gymloop.generation.server import GenerationServer
 from gymloop.gym import Environment, Verdict, tool
 from gymloop.gym.model_client import ModelClient
 from gymloop.gym.session import InProcessSource
 from gymloop.rollouts.collector import Collector, expand
 from gymloop.rollouts.trajectory import Group, Trajectory, Turn, segments
+from gymloop.serving.server import GenerationServer
 from gymloop.tokens import Renderer
 from toys import FAMILIES, text_ids
 

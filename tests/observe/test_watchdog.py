@@ -5,8 +5,8 @@ import http.client
 import threading
 import time
 
-from gymloop.generation.server import GenerationServer
 from gymloop.observe.watchdog import LoopWatchdog
+from gymloop.serving.server import GenerationServer
 from gymloop.startup import hold_socket
 
 

@@ -11,8 +11,8 @@ from hypothesis import HealthCheck, Phase, event, given, settings
 from hypothesis import strategies as st
 
 from gymloop.errors import DataError
-from gymloop.generation.prompt import Prompt, build_prompt
 from gymloop.rollouts.trajectory import Turn, all_segments, segments
+from gymloop.serving.prompt import Prompt, build_prompt
 from gymloop.tokens import Renderer
 from gymloop.tokens.divergence import diverge, first_difference
 from gymloop.tokens.reply import reply_reader

@@ -30,10 +30,10 @@ from rich.console import Console
 from gymloop.config.nearest import did_you_mean
 from gymloop.config.schema import REASONING_PARSERS, TOOL_PARSERS
 from gymloop.errors import ConfigError
-from gymloop.generation.traffic import summary
-from gymloop.generation.worker import EngineSpec, EngineWorker
 from gymloop.models.resolve import resolve_model
 from gymloop.observe.progress import Progress
+from gymloop.serving.traffic import summary
+from gymloop.serving.worker import EngineSpec, EngineWorker
 from gymloop.startup.sockets import hold_socket
 
 log = logging.getLogger(__name__)

@@ -1,1 +1,1 @@
-"""Generation: the engine protocol, the embedded engine, and the server in front of either."""
+"""Generation: the engine protocol, and the embedded engine behind it."""

@@ -25,8 +25,6 @@ from gymloop.cluster.local import RayCluster
 from gymloop.cluster.remote import Remote
 from gymloop.config.plan import ActorThreads, Plan
 from gymloop.errors import ConfigError, InfraError
-from gymloop.generation.guard import SamplingProfiles
-from gymloop.generation.worker import EngineSpec, EngineWorker
 from gymloop.gym.loader import GroupLoader
 from gymloop.gym.model_client import ModelClient
 from gymloop.gym.rows import read_jsonl
@@ -40,6 +38,8 @@ from gymloop.observe.sinks import Sink
 from gymloop.observe.watchdog import LoopWatchdog
 from gymloop.policy.spec import PolicySpec
 from gymloop.rollouts.collector import Collector
+from gymloop.serving.guard import SamplingProfiles
+from gymloop.serving.worker import EngineSpec, EngineWorker
 from gymloop.startup import Context, Started, Task, run_graph
 from gymloop.training.checkpoint import Checkpoint, CheckpointStore
 from gymloop.training.run import Run

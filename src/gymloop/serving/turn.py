@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING, Any
 import orjson
 
 from gymloop.config.plan import SamplingProfile
-from gymloop.generation.call import Said
 from gymloop.generation.engine import Sample
-from gymloop.generation.fields import Fields
-from gymloop.generation.limits import Limits
-from gymloop.generation.refusal import ApiError
+from gymloop.serving.call import Said
+from gymloop.serving.fields import Fields
+from gymloop.serving.limits import Limits
+from gymloop.serving.refusal import ApiError
 from gymloop.tokens.conversation import TOKEN_FIELDS
 
 if TYPE_CHECKING:
-    from gymloop.generation.prompt import Prompt
+    from gymloop.serving.prompt import Prompt
     from gymloop.tokens.renderer import Renderer
     from gymloop.tokens.reply import Reply, ReplyStream
 

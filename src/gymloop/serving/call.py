@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 from gymloop.errors import InfraError
 from gymloop.generation.engine import Engine, Sample, Sampling
-from gymloop.generation.refusal import ApiError
-from gymloop.generation.streaming import Detokenizer, StopSearch
+from gymloop.serving.refusal import ApiError
+from gymloop.serving.streaming import Detokenizer, StopSearch
 
 Decode = Callable[[Sequence[int]], str]
 

@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from gymloop.errors import ConfigError, InfraError
-from gymloop.generation.guard import SamplingProfiles
-from gymloop.generation.server import GenerationServer
+from gymloop.serving.guard import SamplingProfiles
+from gymloop.serving.server import GenerationServer
 from gymloop.startup.sockets import hold_socket
 
 if TYPE_CHECKING:
     from gymloop.generation.torch_engine import TorchEngine
-    from gymloop.generation.traffic import Traffic
+    from gymloop.serving.traffic import Traffic
     from gymloop.tokens.renderer import Renderer
     from gymloop.tokens.reply import ReplyReader
     from gymloop.weights.snapshot import WeightSnapshot

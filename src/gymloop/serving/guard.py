@@ -15,9 +15,9 @@ from typing import Any
 
 from gymloop.config.plan import SamplingProfile
 from gymloop.generation.engine import Sampling
-from gymloop.generation.fields import Fields, check_only, ranged, show, typed
-from gymloop.generation.limits import Limits
-from gymloop.generation.refusal import ApiError, token_ids
+from gymloop.serving.fields import Fields, check_only, ranged, show, typed
+from gymloop.serving.limits import Limits
+from gymloop.serving.refusal import ApiError, token_ids
 
 PROFILE_HEADER = "x-gymloop-profile"
 UNCHANGED = SamplingProfile(temperature=1.0, top_p=1.0, top_k=None)

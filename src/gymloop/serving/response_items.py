@@ -11,8 +11,8 @@ import uuid
 from collections.abc import Mapping
 from typing import Any
 
-from gymloop.generation.fields import kind_of
-from gymloop.generation.refusal import ApiError
+from gymloop.serving.fields import kind_of
+from gymloop.serving.refusal import ApiError
 from gymloop.tokens.conversation import TOKEN_FIELDS
 
 Item = Mapping[str, Any]

@@ -11,11 +11,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from gymloop.generation.call import Piece, Said
-from gymloop.generation.fields import Fields, Form, objects, positive, typed
-from gymloop.generation.guard import SURFACE, Wish, read_wish
-from gymloop.generation.refusal import ApiError, token_ids
-from gymloop.generation.turn import Terms, Turn, finish_reason
+from gymloop.serving.call import Piece, Said
+from gymloop.serving.fields import Fields, Form, objects, positive, typed
+from gymloop.serving.guard import SURFACE, Wish, read_wish
+from gymloop.serving.refusal import ApiError, token_ids
+from gymloop.serving.turn import Terms, Turn, finish_reason
 
 if TYPE_CHECKING:
     from gymloop.tokens.renderer import Renderer

@@ -23,23 +23,23 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from gymloop.generation import metrics as numbers
-from gymloop.generation.call import Call, Piece, Said
-from gymloop.generation.chat import ChatChunks, Conversation, completion, read_chat
-from gymloop.generation.completions import CompletionChunks, read_completion, text_completion
 from gymloop.generation.engine import Engine
-from gymloop.generation.guard import PROFILE_HEADER, SamplingProfiles, Wish
-from gymloop.generation.limits import Limits, Slots, read_json
-from gymloop.generation.metrics import Metrics
-from gymloop.generation.prompt import Prompt, build_prompt
-from gymloop.generation.refusal import ApiError, ClientGone, refusal_of
-from gymloop.generation.reply import disconnected, json_reply
-from gymloop.generation.response_events import ResponseEvents
-from gymloop.generation.responses import read_responses, response_body
-from gymloop.generation.sse import EventStream
-from gymloop.generation.tokenize import detokenize, tokenize
-from gymloop.generation.traffic import Traffic
-from gymloop.generation.turn import Terms, Turn
+from gymloop.serving import metrics as numbers
+from gymloop.serving.call import Call, Piece, Said
+from gymloop.serving.chat import ChatChunks, Conversation, completion, read_chat
+from gymloop.serving.completions import CompletionChunks, read_completion, text_completion
+from gymloop.serving.guard import PROFILE_HEADER, SamplingProfiles, Wish
+from gymloop.serving.limits import Limits, Slots, read_json
+from gymloop.serving.metrics import Metrics
+from gymloop.serving.prompt import Prompt, build_prompt
+from gymloop.serving.refusal import ApiError, ClientGone, refusal_of
+from gymloop.serving.reply import disconnected, json_reply
+from gymloop.serving.response_events import ResponseEvents
+from gymloop.serving.responses import read_responses, response_body
+from gymloop.serving.sse import EventStream
+from gymloop.serving.tokenize import detokenize, tokenize
+from gymloop.serving.traffic import Traffic
+from gymloop.serving.turn import Terms, Turn
 
 if TYPE_CHECKING:
     from gymloop.tokens.renderer import Renderer

@@ -11,8 +11,8 @@ from collections.abc import AsyncGenerator, Callable
 
 from starlette.types import Receive, Scope, Send
 
-from gymloop.generation.refusal import ApiError, refusal_of
-from gymloop.generation.reply import disconnected, json_reply
+from gymloop.serving.refusal import ApiError, refusal_of
+from gymloop.serving.reply import disconnected, json_reply
 
 HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
 

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import pytest
 
-from gymloop.generation.limits import Limits
+from gymloop.serving.limits import Limits
 
 from .scripted import TOOL, USER, WX, Served, until
 

@@ -9,9 +9,9 @@ import pytest
 
 from gymloop.config.plan import SamplingProfile
 from gymloop.generation.engine import Sampling
-from gymloop.generation.guard import SURFACE, UNCHANGED, Does, read_wish
-from gymloop.generation.limits import Limits
-from gymloop.generation.refusal import ApiError
+from gymloop.serving.guard import SURFACE, UNCHANGED, Does, read_wish
+from gymloop.serving.limits import Limits
+from gymloop.serving.refusal import ApiError
 
 CHANGED = {
     "temperature": 0.7,
@@ -127,9 +127,9 @@ def test_ignore_eos_samples_past_the_end_token():
 
 def test_the_guard_does_not_rest_on_asserts():
     code = (
-        "from gymloop.generation.guard import UNCHANGED, read_wish\n"
-        "from gymloop.generation.limits import Limits\n"
-        "from gymloop.generation.refusal import ApiError\n"
+        "from gymloop.serving.guard import UNCHANGED, read_wish\n"
+        "from gymloop.serving.limits import Limits\n"
+        "from gymloop.serving.refusal import ApiError\n"
         "for field in ({'temperature': 0.7}, {'min_p': 0.1}, {'temperature': '1.0'}, {'guided_json': {}}):\n"
         "    try: read_wish(field, UNCHANGED, 9, Limits())\n"
         "    except ApiError as error: print(error.status, error.code)\n"

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gymloop.errors import InfraError
-from gymloop.generation.streaming import Detokenizer, StopSearch
+from gymloop.serving.streaming import Detokenizer, StopSearch
 from toys import BASE, text_ids
 
 from .scripted import CALL_TEXT, USER, WX, until

@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 
-from gymloop.generation.call import Said
-from gymloop.generation.refusal import ApiError
-from gymloop.generation.traffic import Traffic
+from gymloop.serving.call import Said
+from gymloop.serving.refusal import ApiError
+from gymloop.serving.traffic import Traffic
 
 CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)

@@ -7,8 +7,8 @@ import logging
 import pytest
 
 from gymloop.errors import DataError
-from gymloop.generation.prompt import build_prompt
-from gymloop.generation.refusal import ApiError
+from gymloop.serving.prompt import build_prompt
+from gymloop.serving.refusal import ApiError
 from gymloop.tokens import Renderer
 from gymloop.tokens.reply import reply_reader
 from toys import OK_ID, text_ids
@@ -143,7 +143,7 @@ def test_a10_a_message_without_ids_says_where_it_departs(q):
 def test_a10_an_edited_history_is_a_new_segment_that_says_where(q, edit, reason, caplog):
     message, _ = turn(q, (*text_ids("It rains."), 2), content="It rains.")
     messages = edit(message)
-    with caplog.at_level(logging.DEBUG, "gymloop.generation.prompt"):
+    with caplog.at_level(logging.DEBUG, "gymloop.serving.prompt"):
         prompt = build_prompt(q, messages, [])
     found = prompt.new_segment
     assert reason in found.reason

@@ -15,7 +15,7 @@ import pytest
 
 from gymloop.errors import InfraError
 from gymloop.generation.engine import Sample, Sampling
-from gymloop.generation.server import GenerationServer
+from gymloop.serving.server import GenerationServer
 from gymloop.tokens import Renderer
 from toys import text_ids
 
@@ -89,7 +89,7 @@ def test_a_socket_that_cannot_serve_is_an_error_within_a_bound():
 def test_importing_and_starting_loads_no_model_library():
     code = (
         "import socket, sys\n"
-        "from gymloop.generation.server import GenerationServer\n"
+        "from gymloop.serving.server import GenerationServer\n"
         "sock = socket.socket(); sock.bind(('127.0.0.1', 0)); sock.listen()\n"
         "server = GenerationServer(sock, 'toy', None); server.start(); server.close()\n"
         "print([name for name in ('torch', 'transformers', 'tokenizers', 'ray') if name in sys.modules])"

@@ -8,17 +8,17 @@ from __future__ import annotations
 
 from typing import Any
 
-from gymloop.generation.call import Piece
-from gymloop.generation.refusal import ApiError
-from gymloop.generation.response_items import (
+from gymloop.serving.call import Piece
+from gymloop.serving.refusal import ApiError
+from gymloop.serving.response_items import (
     call_item,
     message_item,
     new_id,
     reasoning_item,
     text_part,
 )
-from gymloop.generation.responses import ResponsesRequest, finished, response_head, status_of
-from gymloop.generation.turn import Turn
+from gymloop.serving.responses import ResponsesRequest, finished, response_head, status_of
+from gymloop.serving.turn import Turn
 
 Event = dict[str, Any]
 

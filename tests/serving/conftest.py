@@ -1,4 +1,4 @@
-"""Servers for the tests of generation."""
+"""Servers for the tests of serving."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gymloop.generation.response_items import chat_messages, output_items
+from gymloop.serving.response_items import chat_messages, output_items
 from gymloop.tokens.conversation import TOKEN_FIELDS
 
 from .scripted import CALL_TEXT, USER, Served, read_events

@@ -10,12 +10,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from gymloop.generation.call import Piece, Said
-from gymloop.generation.chat import INERT, TEXT_ONLY, read_include_usage, usage
-from gymloop.generation.fields import Fields, Form, positive, show, typed
-from gymloop.generation.guard import SURFACE, Wish, read_wish
-from gymloop.generation.refusal import ApiError, token_ids
-from gymloop.generation.turn import Terms, Turn
+from gymloop.serving.call import Piece, Said
+from gymloop.serving.chat import INERT, TEXT_ONLY, read_include_usage, usage
+from gymloop.serving.fields import Fields, Form, positive, show, typed
+from gymloop.serving.guard import SURFACE, Wish, read_wish
+from gymloop.serving.refusal import ApiError, token_ids
+from gymloop.serving.turn import Terms, Turn
 
 if TYPE_CHECKING:
     from gymloop.tokens.renderer import Renderer

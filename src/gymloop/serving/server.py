@@ -25,14 +25,14 @@ from typing import TYPE_CHECKING
 import uvicorn
 
 from gymloop.errors import InfraError
-from gymloop.generation.app import App, Served
 from gymloop.generation.engine import Engine
-from gymloop.generation.guard import SamplingProfiles
-from gymloop.generation.limits import Limits
-from gymloop.generation.protocol import with_header_deadline
-from gymloop.generation.refusal import ApiError
-from gymloop.generation.traffic import Traffic
 from gymloop.observe.watchdog import LoopWatchdog
+from gymloop.serving.app import App, Served
+from gymloop.serving.guard import SamplingProfiles
+from gymloop.serving.limits import Limits
+from gymloop.serving.protocol import with_header_deadline
+from gymloop.serving.refusal import ApiError
+from gymloop.serving.traffic import Traffic
 
 if TYPE_CHECKING:
     from gymloop.tokens.renderer import Renderer

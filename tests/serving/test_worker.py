@@ -14,7 +14,7 @@ import httpx
 import pytest
 
 from gymloop.errors import ConfigError, InfraError
-from gymloop.generation.worker import EngineSpec, EngineWorker, has_chat_template
+from gymloop.serving.worker import EngineSpec, EngineWorker, has_chat_template
 from gymloop.startup.sockets import hold_socket
 
 HELLO = [{"role": "user", "content": "Hello!"}]
@@ -156,7 +156,7 @@ def test_warnings_of_the_probe_go_to_the_log(worker, toy, monkeypatch, caplog):
     from gymloop.tokens import probe
 
     monkeypatch.setattr(probe, "probe", lambda *args, **named: (probe.Finding("warning", "an odd end token."),))
-    with caplog.at_level(logging.WARNING, "gymloop.generation.worker"):
+    with caplog.at_level(logging.WARNING, "gymloop.serving.worker"):
         facts = load(worker(), toy("q"))
     assert facts["warnings"] == ("an odd end token.",)
     assert "an odd end token." in caplog.text

@@ -14,7 +14,7 @@ from typing import Any
 import orjson
 from starlette.types import Receive, Scope
 
-from gymloop.generation.refusal import ApiError, ClientGone
+from gymloop.serving.refusal import ApiError, ClientGone
 
 BUSY_RETRY_AFTER_S = 1
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from gymloop.generation.chat import PROMPT_FIELDS, TEMPLATE_ONLY, read_conversation
-from gymloop.generation.completions import read_prompt
-from gymloop.generation.fields import Form, typed
-from gymloop.generation.prompt import build_prompt
-from gymloop.generation.refusal import ApiError, token_ids
-from gymloop.generation.turn import Terms
+from gymloop.serving.chat import PROMPT_FIELDS, TEMPLATE_ONLY, read_conversation
+from gymloop.serving.completions import read_prompt
+from gymloop.serving.fields import Form, typed
+from gymloop.serving.prompt import build_prompt
+from gymloop.serving.refusal import ApiError, token_ids
+from gymloop.serving.turn import Terms
 
 if TYPE_CHECKING:
     from gymloop.tokens.renderer import Renderer

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from gymloop.generation.refusal import ApiError
+from gymloop.serving.refusal import ApiError
 
 _EXPECTED = {
     float: "a number",

@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from gymloop.generation.call import Said
-from gymloop.generation.chat import (
+from gymloop.serving.call import Said
+from gymloop.serving.chat import (
     INERT,
     TEMPLATE_ONLY,
     TEXT_ONLY,
@@ -21,11 +21,11 @@ from gymloop.generation.chat import (
     message_of,
     usage,
 )
-from gymloop.generation.fields import Fields, Form, objects, positive, typed
-from gymloop.generation.guard import SURFACE, Wish, check_off, read_wish
-from gymloop.generation.refusal import ApiError, token_ids
-from gymloop.generation.response_items import chat_messages, output_items
-from gymloop.generation.turn import Terms, Turn
+from gymloop.serving.fields import Fields, Form, objects, positive, typed
+from gymloop.serving.guard import SURFACE, Wish, check_off, read_wish
+from gymloop.serving.refusal import ApiError, token_ids
+from gymloop.serving.response_items import chat_messages, output_items
+from gymloop.serving.turn import Terms, Turn
 
 FORM = Form(
     reads=frozenset(

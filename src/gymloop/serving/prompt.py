@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from gymloop.generation.refusal import ApiError, token_ids
+from gymloop.serving.refusal import ApiError, token_ids
 from gymloop.tokens.bridge import BridgeError
 from gymloop.tokens.conversation import Message, Tool, last_assistant, normalise
 from gymloop.tokens.divergence import Divergence, diverge, first_difference

@@ -19,8 +19,8 @@ import orjson
 
 from gymloop.config.plan import SamplingProfile
 from gymloop.generation.engine import Sample, Sampling
-from gymloop.generation.guard import SamplingProfiles
-from gymloop.generation.server import GenerationServer
+from gymloop.serving.guard import SamplingProfiles
+from gymloop.serving.server import GenerationServer
 from toys import text_ids
 
 USER = {"role": "user", "content": "Weather in Oslo?"}
