@@ -57,6 +57,7 @@ class Nursery:
         die: str | None = None,
         number: int = signal.SIGKILL,
         limit_after: tuple[str, int] | None = None,
+        prepare: tuple[str, dict[str, Any]] | None = None,
     ) -> Running:
         """Begin a run.
 
@@ -66,10 +67,17 @@ class Nursery:
             number: the signal that ``die`` sends.
             limit_after: a function, as in ``die`` with its call, from whose return on no file may grow beyond so many
                 bytes.
+            prepare: ``module:function``, called with these arguments in the run's process before the run.
         """
         descriptor, output = tempfile.mkstemp(prefix="run-", suffix=".log")
         os.close(descriptor)
-        order = {"argv": [str(word) for word in argv], "die": die, "limit_after": limit_after, "output": output}
+        order = {
+            "argv": [str(word) for word in argv],
+            "die": die,
+            "limit_after": limit_after,
+            "prepare": prepare,
+            "output": output,
+        }
         order["number"] = int(number)
         self._process.stdin.write(json.dumps(order) + "\n")
         self._process.stdin.flush()
@@ -151,6 +159,9 @@ def _become_run(order: dict[str, Any]) -> None:
         if order["limit_after"]:
             target, size = order["limit_after"]
             _around(target, "after", lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (size, size)))
+        if order["prepare"]:
+            (module, _, function), arguments = order["prepare"][0].partition(":"), order["prepare"][1]
+            getattr(importlib.import_module(module), function)(**arguments)
         from gymloop.cli.main import main
 
         code = main(order["argv"])

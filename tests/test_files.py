@@ -1,8 +1,13 @@
 """What is written is there whole or not at all."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 
-from gymloop.files import fsync, replace_text, sha256, write_synced
+from gymloop.errors import ConfigError
+from gymloop.files import fsync, held, remove, replace_text, sha256, write_synced
 
 
 def test_sha256_is_the_files(tmp_path):
@@ -33,3 +38,42 @@ def test_files_and_folders_are_handed_to_the_disk(tmp_path):
     fsync(tmp_path)
     with pytest.raises(FileNotFoundError):
         fsync(tmp_path / "y")
+
+
+def test_of_a_link_only_the_link_is_removed(tmp_path):
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "x").write_text("stays")
+    (tmp_path / "link").symlink_to(tmp_path / "folder")
+    (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
+    for name in ("link", "dangling"):
+        remove(tmp_path / name)
+    assert (tmp_path / "folder" / "x").read_text() == "stays"
+    remove(tmp_path / "folder" / "x")
+    remove(tmp_path / "folder")
+    assert list(tmp_path.iterdir()) == []
+
+
+HOLDER = """
+import sys
+from pathlib import Path
+from gymloop.files import held
+with held(Path(sys.argv[1])):
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_a_folder_is_held_by_one_process_and_let_go_of_when_it_is_killed(tmp_path):
+    folder = tmp_path / "run"
+    holder = subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert holder.stdout.readline() == "held\n"
+        with pytest.raises(ConfigError, match=f"run is in use by process {holder.pid}$"), held(folder):
+            pass
+    finally:
+        holder.kill()
+        holder.communicate()
+    with held(folder):
+        assert (folder / ".lock").read_text() == str(os.getpid())

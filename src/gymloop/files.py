@@ -6,11 +6,15 @@ itself lasts once the folder was handed to the disk as well.
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import hashlib
 import os
+import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
-from gymloop.errors import InfraError
+from gymloop.errors import ConfigError, InfraError
 
 
 class UnwritableError(InfraError):
@@ -50,6 +54,39 @@ def write_synced(path: Path, text: str) -> None:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
+
+
+def remove(path: Path) -> None:
+    """Remove a folder with all that is in it; of a link only the link.
+
+    Raises:
+        OSError: it cannot be removed, or not all of it.
+    """
+    if path.is_symlink() or path.is_file():
+        path.unlink()
+    else:
+        shutil.rmtree(path)
+
+
+@contextlib.contextmanager
+def held(folder: Path) -> Iterator[None]:
+    """Keep other processes out of a folder, which is made; the kernel lets go of it when this process ends, however.
+
+    Raises:
+        ConfigError: another process holds it.
+        OSError: its lock cannot be written.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / ".lock").open("a+", encoding="utf-8") as file:
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            raise ConfigError(f"{folder} is in use by process {file.read().strip() or 'unknown'}") from None
+        file.truncate(0)
+        file.write(str(os.getpid()))
+        file.flush()
+        yield
 
 
 def replace_text(path: Path, text: str) -> None:

@@ -51,7 +51,7 @@ values = st.recursive(
 @given(
     kwargs=st.dictionaries(words.filter(lambda key: "token" not in key), values, max_size=4),
     lr=st.floats(0, 1),
-    seed=st.integers(-(2**70), 2**70),
+    seed=st.integers(0, 2**63 - 1),
     clip=st.floats(1e-300, 1) | st.integers(1, 9),
     stop=st.none() | st.lists(st.integers(0, 9), max_size=3),
     template=st.text(min_size=1, max_size=20),
@@ -78,7 +78,7 @@ def test_any_recipe_reads_back_as_the_same_object(kwargs, lr, seed, clip, stop, 
 
 OVERRIDES = {
     "grpo.max_num_steps": st.integers(1, 10**6),
-    "grpo.seed": st.integers(-5, 5) | st.just("${mul:${grpo.max_num_steps},2}"),
+    "grpo.seed": st.integers(0, 5) | st.just("${mul:${grpo.max_num_steps},2}"),
     "policy.optimizer.kwargs.lr": st.floats(0, 1) | st.sampled_from(["3e-6", "1E-5", "0"]),
     "policy.optimizer.kwargs.betas": st.lists(st.floats(0, 0.99), min_size=2, max_size=2),
     "grpo.normalize_rewards": st.sampled_from(["true", "false"]),

@@ -205,3 +205,65 @@ def test_anchors_and_merge_keys_work_and_own_keys_win(tmp_path, base):
     loaded = load_recipe(path)
     assert loaded.data.validation is not None
     assert (loaded.data.validation.environment, loaded.data.validation.num_tasks) == ("sums", 3)
+
+
+def test_rules_judge_the_rest_of_a_recipe_whose_required_keys_are_faulty(recipe):
+    """Three faults of values, one of them in a key without a default, do not hide two of rules."""
+    said = message(
+        recipe,
+        ("max_new_tokens: 16", "max_new_tokens: -4"),
+        ("  num_prompts_per_step: 2\n", ""),
+        ("model_name: some/model", "model_name: 7"),
+        ("environment: sums,", "environment: sum,"),
+        ("temperature: 1.0", "temperature: 0"),
+    )
+    assert "r.yaml: 5 problems" in said
+    for part in (
+        "grpo.num_prompts_per_step: missing",
+        "policy.model_name: is 7; expected text",
+        "policy.generation.max_new_tokens: is -4; expected at least 1",
+        "policy.generation.temperature: 0 is greedy",
+        "data.train.environment: 'sum' is not under env.environments",
+    ):
+        assert part in said
+
+
+@pytest.mark.parametrize("block", ["grpo", "policy", "data", "env"])
+def test_no_rule_judges_what_is_not_there(recipe, block):
+    """What stands in for a missing block is looked at by nobody."""
+    text = recipe.read_text()
+    start = text.index(f"{block}:")
+    end = next((start + match.start() + 1 for match in re.finditer(r"\n(?=\w)", text[start:])), len(text))
+    recipe.write_text(text[:start] + text[end:])
+    with pytest.raises(ConfigError) as caught:
+        load_recipe(recipe)
+    assert str(caught.value).endswith(f"r.yaml:1: {block}: missing") or f"{block}: missing" in str(caught.value)
+    assert "problems" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("edit", "sentence"),
+    [
+        (("max_total_sequence_length: 128", f"max_total_sequence_length: 1{'0' * 40}"), "expected at most 2147483647"),
+        (("max_num_steps: 3", f"max_num_steps: 3\n  seed: {2**63}"), "expected less than 9223372036854775808"),
+        (("max_num_steps: 3", "max_num_steps: 3\n  seed: -1"), "expected at least 0"),
+    ],
+)
+def test_numbers_that_nothing_can_be_counted_with_are_refused(recipe, edit, sentence):
+    assert sentence in message(recipe, edit)
+
+
+def test_a_value_without_a_meaning_is_told_once(recipe):
+    said = message(recipe, ("max_num_steps: 3", "max_num_steps: !foo 3"))
+    assert "tag '!foo' on '3' has no meaning" in said
+    assert "problems" not in said
+
+
+def test_a_misspelt_count_of_tokens_is_no_secret(recipe):
+    said = message(recipe, ("max_new_tokens: 16", "max_new_tokens: 16\n    max_new_token: 5"))
+    assert said.endswith("policy.generation.max_new_token: unknown key; did you mean 'max_new_tokens'?")
+
+
+def test_the_very_word_in_another_block_is_nearer_than_a_like_one_in_this(recipe):
+    said = message(recipe, ("max_num_steps: 3", "max_num_steps: 3\n  save_period: 1"))
+    assert "grpo.save_period: unknown key; did you mean 'checkpointing.save_period'?" in said

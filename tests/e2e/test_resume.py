@@ -22,6 +22,7 @@ import yaml
 from safetensors.numpy import load_file
 
 import forked
+from gymloop.files import held
 
 STEPS = 6
 SAME = (
@@ -158,7 +159,7 @@ POINTS = {
     "no_manifest_yet": "gymloop.training.manifest:write_synced:3:before",
     "manifest_written": "gymloop.training.manifest:write_synced:3:after",
     "renamed": "gymloop.training.checkpoint:CheckpointStore._rename:3:after",
-    "old_one_about_to_go": "gymloop.training.checkpoint:shutil.rmtree:1:before",
+    "old_one_about_to_go": "gymloop.training.checkpoint:remove:1:before",
     "old_one_gone": "gymloop.training.checkpoint:CheckpointStore._retain:3:after",
     "while_warming_up": "gymloop.training.loop:demonstration_batch:1:after",
     "before_the_first_step": "gymloop.training.run:Run.record:1:after",
@@ -227,7 +228,7 @@ def test_changed_data_are_an_error_with_an_override(lab):
     assert lab.train("data", "grpo.max_num_steps=2").code == 0
     changed = "data.train.seed=5"
     refused = lab.train("data", changed)
-    assert refused.code != 0
+    assert refused.code == 2, "the recipe is wrong, not the machine"
     assert "the content of the training data changed, 8 rows with fingerprint" in refused.output
     assert "checkpointing.accept_changed_data=true" in refused.output
     accepted = lab.train("data", changed, "checkpointing.accept_changed_data=true")
@@ -248,9 +249,45 @@ def test_another_models_checkpoint_is_one_sentence(lab, tmp_path, toy):
     content[-2] ^= 1
     weights.write_bytes(content)
     done = lab.train("model", f"policy.model_name={other}")
-    assert done.code != 0, done.output
+    assert done.code == 2, done.output
     assert f"belongs to model '{other}'" in done.output
     assert "has other weights to start from" in done.output
+
+
+def test_a_run_that_is_still_going_is_not_started_a_second_time(lab):
+    """Two runs in one folder would take each other's checkpoints apart and write each step twice."""
+    with held(lab.dir("twice")):
+        done = lab.train("twice")
+    assert done.code == 2
+    assert f"is in use by process {os.getpid()}, another run; wait for its end or choose another --run" in done.output
+    assert not (lab.dir("twice") / "metrics.jsonl").exists()
+
+
+def test_another_learning_rate_or_precision_goes_on_and_another_position_is_refused(lab):
+    assert lab.train("other", "grpo.max_num_steps=1").code == 0
+    for change, said in (
+        ("grpo.num_prompts_per_step=4", "the loader's prompts_per_step changed, 2 in the checkpoint, 4 now"),
+        ("grpo.seed=7", "the loader's seed changed, 42 in the checkpoint, 7 now"),
+        ("data.shuffle=false", "the loader's shuffle changed, True in the checkpoint, False now"),
+    ):
+        refused = lab.train("other", change)
+        assert refused.code == 2, refused.output
+        assert said in refused.output
+    for step, change in ((2, "policy.precision=bfloat16"), (3, "policy.optimizer.kwargs.lr=0.002")):
+        done = lab.train("other", change, f"grpo.max_num_steps={step}")
+        assert done.code == 0, done.output
+    assert [entry["policy/lr"] for entry in lab.metrics("other")[1:]] == [0.01, 0.01, 0.002]
+
+
+def test_the_best_may_be_gone_and_the_run_goes_on_from_the_newest(lab):
+    best = ("checkpointing.metric_name=reward/mean", "checkpointing.keep_top_k=1", "checkpointing.keep_latest_k=1")
+    assert lab.train("ranked", *best, "grpo.max_num_steps=4").code == 0
+    rewards = {entry["step"]: entry["reward/mean"] for entry in lab.metrics("ranked") if entry["step"]}
+    top = max(rewards, key=lambda step: (rewards[step], step))
+    assert lab.checkpoints("ranked") == sorted({f"step_{top}", "step_4"})
+    shutil.rmtree(lab.dir("ranked") / "checkpoints" / f"step_{top}") if top != 4 else None
+    assert lab.train("ranked").code == 0
+    lab.assert_same("ranked", "reference")
 
 
 def test_time_that_runs_out_saves_and_ends_with_75_and_the_rest_comes_later(lab):

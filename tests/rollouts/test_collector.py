@@ -412,3 +412,33 @@ def test_a_failure_says_once_who_failed():
         str(Failure("a", 0, 2, "data", "no answer", "environment toy, verify")) == "environment toy, verify: no answer"
     )
     assert str(Failure("a", 0, 2, "infra", "http://h/v1: 500", "model http://h/v1")) == "http://h/v1: 500"
+
+
+@pytest.mark.parametrize(
+    ("say", "kind", "cause", "asked"),
+    [
+        (Say(status=400, raw=b'{"error": {"code": "off_profile", "message": "no"}}'), "data", "refused", 1),
+        (Say(status=400, raw=b'{"error": {"code": "context_length_exceeded"}}'), "data", "too_long", 1),
+        (Say("end", finish="abort"), "infra", "aborted", 2),
+        (Say(status=503, raw=b"{}"), "infra", "busy", 2),
+        (Say(status=502, raw=b"<html>Bad Gateway</html>"), "infra", "server_error", 2),
+        (Say("end", change=lambda reply: reply["choices"][0].pop("weight_versions")), "infra", "bad_reply", 2),
+    ],
+)
+async def test_a13_what_the_model_server_did_is_the_cause_and_decides_on_another_attempt(say, kind, cause, asked):
+    async with collecting({"p": [say]}, attempts=2) as (collector, model):
+        (group,) = await collector.gather(expand([("a", weather_row("p"))], 1))
+    (failure,) = group.failures
+    assert (failure.kind, failure.cause, failure.attempt, len(model.requests)) == (kind, cause, asked - 1, asked)
+    assert failure.party == failure.where == f"model {collector.model.url}"
+
+
+async def test_a17_equal_prompts_stay_two_groups_and_a_groups_own_prompts_stay_one():
+    """What a group is, the ids say: the same row twice is two groups, one group may hold different prompts."""
+    scripts = {"same": ["end"], "other": [GOOD, "end"]}
+    tasks = expand([("a", weather_row("same")), ("b", weather_row("same"))], 2)
+    tasks += [RolloutTask("c", 0, weather_row("same")), RolloutTask("c", 1, weather_row("other"))]
+    async with collecting(scripts) as (collector, _):
+        groups = await collector.gather(tasks)
+    rewards = {group.group_id: [trajectory.reward for trajectory in group.trajectories] for group in groups}
+    assert rewards == {"a": [0.0, 0.0], "b": [0.0, 0.0], "c": [0.0, 1.0]}

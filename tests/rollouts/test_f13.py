@@ -21,7 +21,13 @@ from gymloop.rollouts.trajectory import as_record
 from .misbehaving import misbehaving, prompt_row
 
 CALL_S = 1.0
-GRPO = Grpo(num_prompts_per_step=2, num_generations_per_prompt=4, max_num_steps=9, use_leave_one_out_baseline=False)
+GRPO = Grpo(
+    num_prompts_per_step=2,
+    num_generations_per_prompt=4,
+    max_num_steps=9,
+    use_leave_one_out_baseline=False,
+    normalize_rewards=False,
+)
 LIMITS = Rollouts(call_timeout_s=CALL_S, deadline_s=3 * CALL_S, max_infra_attempts=3)
 
 
@@ -114,10 +120,8 @@ async def test_f13_a_misbehaving_server_costs_its_own_rollouts_in_every_step():
         failed.append(prepared.metrics["rollouts/failed"])
         assert failed == [4, 4, 8]
         assert prepared.batch.sequences == ()
-        assert (
-            f"all 2 groups were dropped; group 'x-3': 0 finished rollouts of at least 2 needed; failed: 4 infra; first: {client.url}: 500"
-            in prepared.empty_reason
-        )
+        assert "all 2 groups were dropped; group 'x-3': 0 finished rollouts of" in prepared.empty_reason
+        assert f"failed: 4 infra; first: {client.url}: 500" in prepared.empty_reason
 
     # A retry is a new session; every session is verified once at most and closed; nothing is asked twice in one.
     assert log["500-once 1"] == ["seed", "close", "seed", "verify", "close"]

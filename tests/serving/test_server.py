@@ -73,7 +73,25 @@ def test_close_does_not_wait_for_requests_without_end(serve):
         served.server.close()
         assert time.monotonic() - start < 8
         assert served.engine.cancelled.wait(5)
-        assert reply.exception(5) is not None or reply.result().status_code >= 500
+        assert reply.result(5).status_code == 503
+        assert reply.result().json()["error"]["code"] == "server_closing"
+
+
+@pytest.mark.parametrize("route", ["/v1/chat/completions", "/v1/completions", "/v1/responses"])
+def test_close_ends_a_stream_that_has_begun_with_an_error_event(serve, route):
+    served = serve()
+    served.engine.hold = 2
+    served.say("4C. and more", 2)
+    given = {"/v1/chat/completions": {"messages": [USER]}, "/v1/responses": {"input": "hi"}}
+    with ThreadPoolExecutor() as pool:
+        reply = pool.submit(served.post, route, stream=True, **given.get(route, {"prompt": "hi"}))
+        until(lambda: served.metric("gymloop_time_to_first_token_seconds_count") == 1)
+        served.server.close()
+        response = reply.result(10)  # a stream that is broken off raises here
+    assert response.status_code == 200
+    last = read_events(response.text, done=route != "/v1/responses")[-1]
+    assert last.get("error", last)["code"] == "server_closing"
+    assert served.engine.cancelled.wait(5)
 
 
 def test_a_socket_that_cannot_serve_is_an_error_within_a_bound():
@@ -427,8 +445,55 @@ def test_a_template_that_cannot_be_bridged_begins_a_new_segment(serve):
 def test_half_a_bundle_is_an_error(serve):
     served = serve()
     message, _ = first_turn(served)
-    del message["generation_token_ids"]
-    assert served.refused(400, messages=[USER, message, TOOL])[0] == "partial_token_fields"
+    parts = ("prompt_token_ids", "generation_token_ids", "generation_log_probs")
+    for missing in ({parts[0]}, {parts[1]}, {parts[0], parts[1]}):
+        half = {key: value for key, value in message.items() if key not in missing}
+        assert served.refused(400, messages=[USER, half, TOOL])[0] == "partial_token_fields"
+    short = message | {parts[2]: message[parts[2]][1:]}
+    assert served.refused(400, messages=[USER, short, TOOL]) == ("invalid_value", f"messages[1].{parts[2]}")
+    assert len(served.engine.prompts) == 1
+
+
+def test_no_prefix_ids_are_no_prefix(serve):
+    served = serve()
+    for prefix in (None, []):
+        served.say("4C.", 2)
+        served.chat([USER], required_prefix_token_ids=prefix)
+    assert served.engine.prompts[0] == served.engine.prompts[1]
+
+
+def nested(levels: int) -> str:
+    return '{"a": ' * levels + "1" + "}" * levels
+
+
+@pytest.mark.parametrize("arguments", ['{"city": "\\ud83d"}', nested(200), nested(900), nested(5000), '{"a": NaN}', "[", ""])
+def test_f05_what_a_model_wrote_badly_never_fails_the_next_request(serve, arguments):
+    served = serve()
+    function = {"name": "wx", "arguments": arguments}
+    called = {"role": "assistant", "content": None, "tool_calls": [{"id": "c", "type": "function", "function": function}]}
+    served.say("4C.", 2)
+    assert served.chat([USER, called, TOOL])["choices"][0]["new_segment"] is True
+
+
+def test_f05_a_call_with_half_a_character_is_told_and_continued(serve):
+    served = serve()
+    for stream in (False, True):
+        served.say('<tool_call>{"name": "w\\ud83d", "arguments": {"city": "\\ud83d"}}</tool_call>', 2)
+        served.post(messages=[USER], stream=stream).raise_for_status()
+    message, exact = first_turn(served, '<tool_call>{"name": "wx", "arguments": {"city": "\\ud83d"}}</tool_call>')
+    assert message["tool_calls"][0]["function"]["arguments"] == '{"city": "?"}'
+    served.say("4C.", 2)
+    assert served.chat([USER, message, TOOL])["choices"][0]["new_segment"] is False
+    assert served.engine.prompts[-1][: len(exact)] == exact
+
+
+def test_a_request_that_is_nested_beyond_the_stack_is_refused(serve):
+    served = serve()
+    parameters = json.loads(nested(400))
+    tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
+    assert served.refused(400, tools=[tool]) == ("invalid_conversation", "messages")
+    assert served.refused(400, logit_bias=json.loads(nested(900))) == ("invalid_value", "logit_bias")
+    assert served.refused(400, route="/v1/responses", metadata=json.loads(nested(400))) == ("invalid_value", "metadata")
 
 
 # Nothing hangs

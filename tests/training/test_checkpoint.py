@@ -2,6 +2,7 @@
 
 import ast
 import contextlib
+import hashlib
 import json
 import os
 import random
@@ -72,7 +73,7 @@ def test_what_was_written_is_found_again(tmp_path):
 def test_the_manifest_names_every_file_with_size_and_hash(tmp_path):
     save(store(tmp_path), 1)
     manifest = json.loads((tmp_path / "step_1" / MANIFEST).read_text())
-    assert manifest["format_version"] == 2
+    assert manifest["format_version"] == 3
     assert manifest["step"] == 1
     assert manifest["model"] == MODEL
     assert manifest["state"] == {"step": 1}
@@ -183,11 +184,46 @@ def flip(folder):
 
 
 def edit_manifest(**changes):
+    """By somebody who does not know of its hash."""
+
     def damage(folder):
         manifest = json.loads((folder / MANIFEST).read_text())
         (folder / MANIFEST).write_text(json.dumps(manifest | changes))
 
     return damage
+
+
+def forge_manifest(**changes):
+    """By somebody who does."""
+
+    def damage(folder):
+        edited = json.loads((folder / MANIFEST).read_text()) | changes
+        del edited["sha256"]
+        digest = hashlib.sha256(json.dumps(edited, sort_keys=True).encode()).hexdigest()
+        (folder / MANIFEST).write_text(json.dumps(edited | {"sha256": digest}))
+
+    return damage
+
+
+def flip_bits(name):
+    """Each file is read back with one bit changed in its middle."""
+
+    def damage(folder):
+        content = bytearray((folder / name).read_bytes())
+        content[len(content) // 2] ^= 1
+        (folder / name).write_bytes(content)
+
+    return damage
+
+
+def replace_by_folder(folder):
+    (folder / "loader").unlink()
+    (folder / "loader").mkdir()
+
+
+def dangle(folder):
+    (folder / "loader").unlink()
+    (folder / "loader").symlink_to("nowhere")
 
 
 @pytest.mark.parametrize(
@@ -199,9 +235,17 @@ def edit_manifest(**changes):
         (lambda folder: (folder / MANIFEST).unlink(), "it has no manifest.json"),
         (lambda folder: os.truncate(folder / MANIFEST, 20), "manifest.json is not JSON"),
         (lambda folder: (folder / MANIFEST).write_text("[]"), "manifest.json has no format_version"),
-        (lambda folder: (folder / MANIFEST).write_text('{"format_version": 2}'), "manifest.json has no step"),
-        (edit_manifest(step=7), "manifest.json says step 7"),
-        (edit_manifest(files={"../step_2/loader": {"size": 1, "sha256": ""}}), "which lies outside"),
+        (lambda folder: (folder / MANIFEST).write_bytes(b"\xff\xfe\x00"), "manifest.json is not JSON"),
+        (lambda folder: (folder / MANIFEST).write_text('{"format_version": 3}'), "manifest.json has no step"),
+        (edit_manifest(state={"step": 4}), "manifest.json does not have its hash"),
+        (edit_manifest(files=[]), "manifest.json does not have its hash"),
+        (edit_manifest(sha256=None), "manifest.json does not have its hash"),
+        (flip_bits("loader"), "loader does not have its hash"),
+        (flip_bits(MANIFEST), "manifest.json"),
+        (forge_manifest(step=7), "manifest.json says step 7"),
+        (forge_manifest(files={"../step_2/loader": {"size": 1, "sha256": ""}}), "which lies outside"),
+        (replace_by_folder, "loader is missing"),
+        (dangle, "loader is missing"),
     ],
 )
 def test_a_damaged_newest_is_named_and_the_one_before_is_taken(tmp_path, caplog, damage, reason):
@@ -213,6 +257,29 @@ def test_a_damaged_newest_is_named_and_the_one_before_is_taken(tmp_path, caplog,
     (message,) = [record.getMessage() for record in caplog.records]
     assert str(tmp_path / "step_3") in message
     assert reason in message
+
+
+def test_what_somebody_put_into_a_checkpoint_or_moved_behind_a_link_does_no_harm(tmp_path):
+    target = store(tmp_path)
+    save(target, 2)
+    (tmp_path / "step_2" / "notes.txt").write_text("the good one")
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "step_2").rename(tmp_path / "elsewhere" / "step_2")
+    (tmp_path / "step_2").symlink_to(tmp_path / "elsewhere" / "step_2")
+    assert target.latest().step == 2
+    for step in (3, 4, 5):
+        save(target, step)
+    assert names(tmp_path) == ["elsewhere", "step_4", "step_5"]
+    assert (tmp_path / "elsewhere" / "step_2" / "notes.txt").exists(), "only the link was ours to remove"
+
+
+def test_whatever_lies_in_the_way_of_a_save_is_removed(tmp_path):
+    """A link or a file by the name of an unfinished one must not end all saves to come."""
+    (tmp_path / "tmp_step_1").symlink_to("/nowhere")
+    (tmp_path / "tmp_step_2").write_text("a file")
+    (tmp_path / "tmp_step_3").mkdir()
+    save(store(tmp_path), 3)
+    assert names(tmp_path) == ["step_3"]
 
 
 def test_a_damaged_step_is_replaced_when_it_is_reached_again(tmp_path):
@@ -257,8 +324,8 @@ def test_a_damaged_one_is_not_counted_among_the_kept(tmp_path):
 
 def test_a_format_of_the_future_is_refused_not_passed_over(tmp_path):
     save(store(tmp_path), 1)
-    edit_manifest(format_version=3)(tmp_path / "step_1")
-    with pytest.raises(ConfigError, match="has format 3, this version of gymloop reads 2"):
+    edit_manifest(format_version=4)(tmp_path / "step_1")
+    with pytest.raises(ConfigError, match="has format 4, this version of gymloop reads 3"):
         store(tmp_path).latest()
 
 

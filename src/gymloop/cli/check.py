@@ -103,12 +103,13 @@ def explanation(loaded: Loaded, plan: Plan) -> str:
     """Where derived values come from, and what a run starts."""
     from gymloop.cluster.health import Health
     from gymloop.training.start import startup_tasks
+    from gymloop.training.stop import StopSignal
 
     lines = ["derived"]
     lines += [f"  {one.name} = {one.value}: {one.because}" for one in derived(loaded, plan)]
     lines.append("startup, each task as soon as what it needs is there; a deadline counts from the last progress")
     limits = plan.recipe.health
-    for task in startup_tasks(plan, None, Health(limits.check_period_s, limits.unresponsive_after_s)):
+    for task in startup_tasks(plan, None, Health(limits.check_period_s, limits.unresponsive_after_s), StopSignal()):
         needs = f"after {', '.join(task.needs)}" if task.needs else "at once"
         lines.append(f"  {task.name:<15} {needs}; deadline {task.deadline_s:g} s")
     return mask("\n".join(lines), loaded.document.hidden)

@@ -40,7 +40,8 @@ def check_deeply(plan: Plan) -> int:
     if recipe.data.validation is not None:
         validation = load_source_rows(recipe.data.validation, sources, plan.recipe_path.parent)
 
-    folder = resolve_model(tokenizer.name or recipe.policy.model_name)
+    key = "policy.model_name" if tokenizer.name is None else "policy.tokenizer.name"
+    folder = resolve_model(tokenizer.name or recipe.policy.model_name, key=key)
     ends = recipe.policy.generation.stop_token_ids
     renderer = Renderer.load(folder, plan.chat_template, tokenizer.chat_template_kwargs, ends, reader)
     tools = {tool["name"]: tool for source in sources.values() for tool in source.tools}

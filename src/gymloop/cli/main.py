@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 from gymloop import __version__
 from gymloop.config.nearest import did_you_mean
 from gymloop.config.secrets import masked_override
-from gymloop.errors import ConfigError, GymloopError
+from gymloop.errors import GymloopError
 
 
 class _Parser(argparse.ArgumentParser):
@@ -43,6 +43,7 @@ def _add_recipe(parser: argparse.ArgumentParser) -> None:
         "overrides",
         metavar="OVERRIDE",
         nargs="*",
+        default=[],  # argparse calls a list without one required
         help="changes to the recipe: key=value, +key=value adds, ++key=value adds or changes, ~key removes",
     )
 
@@ -176,7 +177,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if os.environ.get("GYMLOOP_DEBUG") == "1":
             traceback.print_exc()
         print(f"gymloop: {error}", file=sys.stderr)
-        return 2 if isinstance(error, ConfigError) else 1
+        return 2 if error.kind == "config" else 1  # a startup task's kind is that of its cause
     except KeyboardInterrupt:
         print("gymloop: interrupted", file=sys.stderr)
         return 130

@@ -1,6 +1,6 @@
 """A worker in a Ray actor: a process with an environment and a log file of its own, that cannot outlive its node.
 
-The worker is built by the first call, not by the actor's constructor: what it raises then arrives as itself, and
+The worker is read and built by the first call, not by the actor's constructor: what that raises arrives as itself, and
 heartbeats are answered while it imports torch. They have a thread of their own in the actor, so an update that takes
 minutes does not hold them up; a process that is stopped, or whose interpreter is stuck, answers none.
 """
@@ -80,7 +80,9 @@ class RayRemote:
         host = ray.remote(
             num_cpus=num_cpus, num_gpus=num_gpus, max_concurrency=8, max_restarts=0, concurrency_groups={_PULSE: 1}
         )(_Host)
-        self._actor = host.options(runtime_env={"env_vars": dict(env)}).remote(build, str(log_file))
+        self._actor = host.options(runtime_env={"env_vars": dict(env)}).remote(
+            ray.cloudpickle.dumps(build), str(log_file)
+        )
         self._node = ray.get_runtime_context().get_node_id()
 
     @property
@@ -165,7 +167,7 @@ class RayRemote:
 class _Host:
     """The actor: holds the worker and forwards calls to it, in threads."""
 
-    def __init__(self, build: Callable[[], Any], log_file: str) -> None:
+    def __init__(self, build: bytes, log_file: str) -> None:
         import faulthandler
 
         tie_to_parent(os.getppid())  # the node's raylet: a process that is stopped would not see it go
@@ -176,9 +178,11 @@ class _Host:
         self._worker: Any = None
 
     def run(self, method: str, *args: Any) -> Any:
+        import ray
+
         with self._lock:
             if self._worker is None:
-                self._worker = self._build()
+                self._worker = ray.cloudpickle.loads(self._build)()
         return getattr(self._worker, method)(*args)
 
     def pulse(self) -> Pulse:

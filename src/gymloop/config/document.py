@@ -53,7 +53,8 @@ class Document:
         problems: duplicate keys, syntax errors and the like.
         expressions: keys whose value was computed from ``${...}``, with that text.
         from_environment: those of them that hold something of the environment.
-        unresolved: keys whose ``${...}`` has no value; a problem says why, here or at what it refers to.
+        unresolved: keys without a value, such as those whose ``${...}`` has none; a problem says why, here or at what it
+            refers to.
         hidden: values that no message may show, with what stands for them.
     """
 
@@ -113,9 +114,9 @@ class _Reader:
         if isinstance(node, yaml.ScalarNode):
             return self.scalar(node, path)
         if node.tag not in ("tag:yaml.org,2002:map", "tag:yaml.org,2002:seq"):
-            return self.wrong(node, path, f"tag {node.tag!r} has no meaning in a recipe; remove it")
+            return self.no_value(node, path, f"tag {node.tag!r} has no meaning in a recipe; remove it")
         if id(node) in self.open:
-            return self.wrong(node, path, "refers to itself")
+            return self.no_value(node, path, "refers to itself")
         self.open.add(id(node))
         try:
             if isinstance(node, yaml.SequenceNode):
@@ -161,7 +162,11 @@ class _Reader:
             return int(text.replace("_", ""), 0)
         if kind == "float" and (_FLOAT.fullmatch(text) or _INT.fullmatch(text)):
             return _to_float(text.replace("_", "").lower())
-        return self.wrong(node, path, f"tag {node.tag!r} on {text!r} has no meaning in a recipe; remove it")
+        return self.no_value(node, path, f"tag {node.tag!r} on {text!r} has no meaning in a recipe; remove it")
+
+    def no_value(self, node: yaml.Node, path: KeyPath, text: str) -> None:
+        self.wrong(node, path, text)
+        self.document.unresolved.add(path)
 
     def wrong(self, node: yaml.Node, path: KeyPath, text: str) -> None:
         self.document.problems.append(Problem(path, text, self.line(node)))

@@ -47,7 +47,7 @@ def _read(path: Path, chain: tuple[Path, ...], said_at: str | None) -> Document:
         return failed
     if not isinstance(own.value, dict):
         if own.value is not None or not own.problems:
-            what = "is empty" if own.value is None else f"holds a {type(own.value).__name__}"
+            what = {type(None): "is empty", list: "holds a list"}.get(type(own.value), "holds one value")
             own.problems.append(Problem((), f"{what}; a recipe is a block of keys{via}", str(path)))
         own.value = None
         return own
@@ -63,6 +63,7 @@ def _with_parents(own: Document, path: Path, chain: tuple[Path, ...]) -> Documen
     for name, line in _names(own, where):
         parent = _read(_normal(path.parent / name), (*chain, path), line)
         merged.problems.extend(parent.problems)
+        merged.unresolved |= parent.unresolved
         if parent.value is None:
             complete = False
         else:
@@ -70,6 +71,7 @@ def _with_parents(own: Document, path: Path, chain: tuple[Path, ...]) -> Documen
     del own.value[DEFAULTS]
     own.forget((DEFAULTS,))
     merged.problems.extend(own.problems)
+    merged.unresolved |= own.unresolved
     _merge(merged, own, ())
     if not complete:
         merged.value = None
@@ -147,6 +149,6 @@ def _text(path: Path) -> str:
         siblings = [file.name for file in path.parent.glob("*.y*ml")] if path.parent.is_dir() else []
         raise Unreadable(f"there is no recipe {path}{did_you_mean(path.name, siblings)}") from None
     except UnicodeDecodeError as error:
-        raise Unreadable(f"{path}: byte {error.start} is not UTF-8; a recipe is UTF-8 text") from None
+        raise Unreadable(f"byte {error.start} of {path} is not UTF-8; a recipe is UTF-8 text") from None
     except OSError as error:
-        raise Unreadable(f"{path}: cannot be read ({error.strerror})") from error
+        raise Unreadable(f"{path} cannot be read ({error.strerror})") from error

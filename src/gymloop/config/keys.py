@@ -85,9 +85,9 @@ def unknown(path: KeyPath) -> str:
         return sentence
     siblings = fields_at(path[:-1])
     name = str(path[-1])
-    if nearest(name, siblings):
-        return f"unknown key{did_you_mean(name, siblings)}"
     elsewhere = [dotted(known) for known, _ in all_keys() if known[-1] == name]
+    if nearest(name, siblings) and len(elsewhere) != 1:  # the very word, in one other place, is nearer than a like one
+        return f"unknown key{did_you_mean(name, siblings)}"
     if elsewhere:
         return f"unknown key; did you mean {' or '.join(map(repr, elsewhere))}?"
     if (sentence := not_yet((*path[:-1], "*"))) is not None:

@@ -47,7 +47,7 @@ def apply(document: Document, overrides: Sequence[str]) -> None:
 def _near_miss(text: str) -> str:
     """What was probably meant by something that is no override."""
     spaced = re.fullmatch(r"([\w.]+)\s*(?:=\s*|:\s*|\s)(\S.*)", text)
-    if spaced:
+    if spaced and _GRAMMAR.fullmatch(f"{spaced[1]}={spaced[2]}"):
         return f"; did you mean '{spaced[1]}={spaced[2]}'?"
     if text == "=" or re.fullmatch(r"[\w.]+=?", text):
         return ", without spaces around '='"

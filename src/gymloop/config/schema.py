@@ -10,8 +10,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr
 
-PositiveInt = Annotated[int, Field(ge=1)]
-NonNegativeInt = Annotated[int, Field(ge=0)]
+MOST = 2**31 - 1
+"""Counts and lengths beyond it are slips of the hand."""
+PositiveInt = Annotated[int, Field(ge=1, le=MOST)]
+NonNegativeInt = Annotated[int, Field(ge=0, le=MOST)]
+Seed = Annotated[int, Field(ge=0, lt=2**63)]
 PositiveFloat = Annotated[float, Field(gt=0)]
 Fraction = Annotated[float, Field(gt=0, le=1)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
@@ -46,7 +49,7 @@ class Grpo(Section):
 
     num_prompts_per_step: PositiveInt
     """Groups per training step."""
-    num_generations_per_prompt: Annotated[int, Field(ge=2)]
+    num_generations_per_prompt: Annotated[int, Field(ge=2, le=MOST)]
     """Rollouts per group; a group of one has no baseline."""
     max_num_steps: PositiveInt
     """Training steps, warm-up not counted."""
@@ -68,7 +71,7 @@ class Grpo(Section):
     """Validate after the last step."""
     max_val_samples: PositiveInt | None = None
     """Validation rows per pass; null takes all."""
-    seed: int = 42
+    seed: Seed = 42
     """Seeds data order, generated tasks, sampling and initialisation."""
 
 
@@ -83,7 +86,7 @@ class Rollouts(Section):
     """Wall time of one model or environment call, seconds."""
     max_infra_attempts: PositiveInt = 3
     """Attempts per rollout; each retry starts a new session."""
-    min_group_size: Annotated[int, Field(ge=2)] = 2
+    min_group_size: Annotated[int, Field(ge=2, le=MOST)] = 2
     """A group with fewer finished rollouts is short: see ``on_short_group``."""
     on_short_group: Literal["skip", "refill"] = "skip"
     """What a short group leads to: ``skip`` drops and counts it, ``refill`` takes the next prompt in its place."""
@@ -91,6 +94,8 @@ class Rollouts(Section):
     """Rollouts of one step that may fail for good before the run ends with an error; null sets no limit."""
     max_skipped_steps: NonNegativeInt = 3
     """Steps in a row that may train nothing (every group dropped or empty) before the run ends with an error."""
+    record_provenance: bool = False
+    """Tell template from environment text in every recorded prompt; each model call is then rendered twice."""
 
 
 class Loss(Section):
@@ -260,7 +265,7 @@ class DataSource(Section):
     """Name of an environment under ``env.environments`` that generates tasks."""
     num_tasks: PositiveInt | None = None
     """Tasks to generate."""
-    seed: int = 0
+    seed: Seed = 0
     """Seed of the generator."""
 
 
@@ -286,7 +291,7 @@ class Env(Section):
     """The gym."""
 
     environments: dict[str, EnvironmentSpec]
-    """By the name that rows carry in ``agent_ref.name``."""
+    """Environments, each under the name that rows carry in ``agent_ref.name``."""
 
 
 class Checkpointing(Section):

@@ -17,6 +17,8 @@ _NAME = re.compile(rf"(?:.*[_\-.])?(?:{_WORDS})", re.IGNORECASE)
 _SPECIAL_TOKEN = re.compile(
     r"(?:bos|eos|pad|unk|sep|cls|mask|stop|start|end|image|video|audio|think)_token", re.IGNORECASE
 )
+_COUNT = re.compile(r"(?:.*[_\-.])?token", re.IGNORECASE)
+"""With a number this is a misspelt ``..._tokens``; no token is a number."""
 _IN_TEXT = re.compile(rf"(?:^|[^a-zA-Z])(?:{_WORDS})(?![a-zA-Z_])", re.IGNORECASE)
 _IN_URL = re.compile(r"[a-zA-Z][\w+.-]*://[^/\s:@]*:[^/\s@]+@")
 _ENV_DEFAULT = re.compile(r"oc\.env:[^,{}]*,\s*([^{}]*?)\s*\}")
@@ -34,7 +36,8 @@ def literals(value: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, str]]:
             yield from literals(inner, (*path, key))
     elif value is not None and not isinstance(value, bool):
         text = str(value)
-        named = is_secret(next((key for key in reversed(path) if isinstance(key, str)), ""))
+        name = next((key for key in reversed(path) if isinstance(key, str)), "")
+        named = is_secret(name) and not (isinstance(value, int | float) and _COUNT.fullmatch(name))
         if text and "${" not in text and (named or _IN_URL.match(text)):
             yield path, text
 

@@ -8,14 +8,14 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from gymloop.config.document import parse
-from gymloop.config.keys import description, literals, unknown
+from gymloop.config.keys import description, literals, type_at, unknown
 from gymloop.config.nearest import did_you_mean
 from gymloop.config.problems import KeyPath, Problem
-from gymloop.config.schema import Recipe
+from gymloop.config.schema import MOST, Recipe
 
 
 def validate(tree: Mapping[str, Any]) -> tuple[Recipe | None, list[Problem]]:
@@ -27,7 +27,10 @@ def validate(tree: Mapping[str, Any]) -> tuple[Recipe | None, list[Problem]]:
 
 
 def sound_part(tree: Mapping[str, Any], bad: Sequence[KeyPath]) -> Recipe | None:
-    """The recipe without its faulty keys, where their defaults make one, so that the rules can judge the rest."""
+    """The recipe without its faulty keys, so that the rules can judge the rest.
+
+    What a recipe must have and this one lacks is stood in for; only rules that do not look at it have a say.
+    """
     pruned = copy.deepcopy(dict(tree))
     for path in bad:
         block: Any = pruned
@@ -39,7 +42,26 @@ def sound_part(tree: Mapping[str, Any], bad: Sequence[KeyPath]) -> Recipe | None
         else:
             if path:
                 block.pop(path[-1], None)
-    return validate(pruned)[0]
+    while True:
+        try:
+            return Recipe.model_validate(pruned)
+        except ValidationError as error:
+            missing = [details["loc"] for details in error.errors() if details["type"] == "missing"]
+        if not missing:
+            return None
+        for path in missing:
+            block = pruned
+            for key in path[:-1]:
+                block = block[key]
+            block[path[-1]] = _stand_in(path)
+
+
+def _stand_in(path: KeyPath) -> Any:
+    """Some value that the schema takes for a required key; what is missing in a block shows when it is there."""
+    wanted = type_at(path)
+    if isinstance(wanted, type) and issubclass(wanted, BaseModel):
+        return {}
+    return {int: 2, float: 1.0, str: "-"}.get(wanted, {})
 
 
 _WANTED = {
@@ -109,7 +131,7 @@ def _mend(value: Any, wanted: str) -> str:
                 return f": a leading zero means octal to some YAML readers, write {int(value)}"
             if isinstance(parse(value, "").value, int | float):
                 return ": remove the quotes"
-    if wanted == "an integer" and isinstance(value, float) and value.is_integer():
+    if wanted == "an integer" and isinstance(value, float) and value.is_integer() and abs(value) <= MOST:
         return f": write {int(value)}"
     if value is None and wanted == "a block of keys":
         return ": give its keys or remove it"

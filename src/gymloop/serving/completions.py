@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from gymloop.serving.call import Piece, Said
-from gymloop.serving.chat import INERT, TEXT_ONLY, read_include_usage, usage
+from gymloop.serving.chat_reply import usage
+from gymloop.serving.chat_request import INERT, TEXT_ONLY, read_include_usage
 from gymloop.serving.fields import Fields, Form, positive, show, typed
 from gymloop.serving.guard import SURFACE, Wish, read_wish
 from gymloop.serving.refusal import ApiError, token_ids

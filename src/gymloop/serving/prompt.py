@@ -58,7 +58,7 @@ def build_prompt(
         messages: the conversation.
         tools: its tools.
         prefix_ids: prompt and sampled ids of the last assistant turn, exact. Messages without any assistant message
-            are then all new.
+            are then all new. None or no ids is a request for no prefix.
         provenance: tell message text from template, at the price of a second rendering.
 
     Raises:
@@ -66,7 +66,7 @@ def build_prompt(
         DataError: the conversation cannot be rendered.
     """
     make = _Maker(renderer, messages, tools, provenance)
-    prompt = make.from_messages() if prefix_ids is None else make.from_prefix(tuple(prefix_ids))
+    prompt = make.from_prefix(tuple(prefix_ids)) if prefix_ids else make.from_messages()
     if prompt.new_segment is not None:
         log.debug("a prompt of %d tokens begins a new segment: %s", len(prompt.ids), prompt.new_segment)
     return prompt
@@ -186,12 +186,17 @@ def _bundle(message: Message, index: int, vocab_size: int) -> tuple[tuple[int, .
     where = f"messages[{index}]."
     prompt = token_ids(message, "prompt_token_ids", vocab_size, where)
     sampled = token_ids(message, "generation_token_ids", vocab_size, where)
-    if prompt is None and sampled is None:
+    logprobs = message.get("generation_log_probs")
+    if prompt is None and sampled is None and logprobs is None:
         return None
     if not prompt or sampled is None:
-        missing = "generation_token_ids" if sampled is None else "prompt_token_ids"
+        missing = "prompt_token_ids" if not prompt else "generation_token_ids"
+        sentence = f"{where}{missing} is missing beside the other token fields of its message"
+        raise ApiError(400, "partial_token_fields", sentence, f"{where}{missing}")
+    if logprobs is not None and (not isinstance(logprobs, list) or len(logprobs) != len(sampled)):
+        param = f"{where}generation_log_probs"
         raise ApiError(
-            400, "partial_token_fields", f"{where}{missing} is missing beside the other", f"{where}{missing}"
+            400, "invalid_value", f"{param} must be one number for each of {len(sampled)} sampled ids", param
         )
     return prompt, sampled
 

@@ -45,6 +45,11 @@ class ApiError(Exception):
         return {} if self.retry_after_s is None else {"retry-after": str(self.retry_after_s)}
 
 
+def server_closing() -> ApiError:
+    """What a request is told that the end of the server cut short."""
+    return ApiError(503, "server_closing", "the server is closing; the request was ended")
+
+
 class ClientGone(Exception):
     """The client closed its connection; nobody waits for a reply."""
 
@@ -63,6 +68,8 @@ def refusal_of(error: Exception, where: str) -> ApiError:
             return ApiError(CLIENT_CLOSED_REQUEST, "client_closed_request", "the client closed the connection")
         case DataError():
             return ApiError(400, getattr(error, "code", "invalid_conversation"), str(error), "messages")
+        case RecursionError():
+            return ApiError(400, "invalid_value", "the request is nested too deeply")
         case InfraError():
             log.error("%s: %s", where, error)
             return ApiError(503, "engine_failed", str(error))

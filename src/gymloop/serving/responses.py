@@ -12,15 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from gymloop.serving.call import Said
-from gymloop.serving.chat import (
-    INERT,
-    TEMPLATE_ONLY,
-    TEXT_ONLY,
-    ChatRequest,
-    Conversation,
-    message_of,
-    usage,
-)
+from gymloop.serving.chat_reply import message_of, usage
+from gymloop.serving.chat_request import INERT, TEMPLATE_ONLY, TEXT_ONLY, ChatRequest, Conversation
 from gymloop.serving.fields import Fields, Form, objects, positive, typed
 from gymloop.serving.guard import SURFACE, Wish, check_off, read_wish
 from gymloop.serving.refusal import ApiError, token_ids

@@ -27,11 +27,12 @@ import uvicorn
 from gymloop.errors import InfraError
 from gymloop.generation.engine import Engine
 from gymloop.observe.watchdog import LoopWatchdog
-from gymloop.serving.app import App, Served
+from gymloop.serving.app import App
 from gymloop.serving.guard import SamplingProfiles
 from gymloop.serving.limits import Limits
 from gymloop.serving.protocol import with_header_deadline
 from gymloop.serving.refusal import ApiError
+from gymloop.serving.state import Served
 from gymloop.serving.traffic import Traffic
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from collections.abc import AsyncGenerator, Callable
 
 from starlette.types import Receive, Scope, Send
 
-from gymloop.serving.refusal import ApiError, refusal_of
+from gymloop.serving.refusal import ApiError, refusal_of, server_closing
 from gymloop.serving.reply import disconnected, json_reply
 
 HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
@@ -22,7 +22,7 @@ class EventStream:
 
     Args:
         events: encoded events.
-        told: encodes an error that comes after the first event.
+        told: encodes an error that comes after the first event, and the end of the stream.
         failed: called with an error, whenever it comes.
     """
 
@@ -35,36 +35,49 @@ class EventStream:
         self._events = events
         self._told = told
         self._failed = failed
+        self._begun = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send all events, or as many as the client stays for."""
+        """Send all events, or as many as the client stays for; a stream that the server's end cuts short says so."""
         work = asyncio.ensure_future(self._send_all(scope, receive, send))
         gone = asyncio.ensure_future(disconnected(receive))
         try:
             # bounded: by the request's time, which the events keep
             await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
+        except asyncio.CancelledError:
+            await self._end(work, gone)
+            if self._begun and work.cancelled():
+                await self._fail(server_closing(), send)
+            raise
         finally:
-            gone.cancel()
-            if not work.done():
-                work.cancel()
-            await asyncio.gather(work, gone, return_exceptions=True)  # bounded: both have ended or were cancelled
-            await self._events.aclose()
+            await self._end(work, gone)
         if not work.cancelled():
             work.result()
 
+    async def _end(self, *tasks: asyncio.Future[None]) -> None:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)  # bounded: all have ended or were cancelled
+        await self._events.aclose()
+
     async def _send_all(self, scope: Scope, receive: Receive, send: Send) -> None:
-        begun = False
         try:
             async for event in self._events:
-                if not begun:
-                    begun = True
+                if not self._begun:
+                    self._begun = True
                     await send({"type": "http.response.start", "status": 200, "headers": HEADERS})
                 await send({"type": "http.response.body", "body": event, "more_body": True})
         except Exception as error:  # noqa: BLE001 - whatever it is, the client is told and the log has it
             refusal = refusal_of(error, scope["path"])
-            self._failed(refusal)
-            if not begun:
+            if self._begun:
+                await self._fail(refusal, send)
+            else:
+                self._failed(refusal)
                 await json_reply(refusal.body, refusal.status, refusal.headers)(scope, receive, send)
-                return
-            await send({"type": "http.response.body", "body": self._told(refusal), "more_body": True})
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+        else:
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _fail(self, refusal: ApiError, send: Send) -> None:
+        """End a stream that has begun."""
+        self._failed(refusal)
+        await send({"type": "http.response.body", "body": self._told(refusal), "more_body": False})

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from gymloop.serving.chat import PROMPT_FIELDS, TEMPLATE_ONLY, read_conversation
+from gymloop.serving.chat_request import PROMPT_FIELDS, TEMPLATE_ONLY, read_conversation
 from gymloop.serving.completions import read_prompt
 from gymloop.serving.fields import Form, typed
 from gymloop.serving.prompt import build_prompt

@@ -90,6 +90,8 @@ class EngineWorker:
         self._renderer: Renderer | None = None
         self._closed = False
         self._progress = ("the model's folder", 0, 0)
+        self._end_token_ids: tuple[int, ...] = ()
+        self._warned: set[str] = set()
         socket = hold_socket(*spec.port_range, host=spec.host)
         self._server = GenerationServer(
             socket,
@@ -186,7 +188,6 @@ class EngineWorker:
     def _renderer_of(self, folder: Path, chats: bool) -> tuple[Renderer, tuple[str, ...]]:
         """The renderer with its reader of replies, probed; and the probe's warnings."""
         from gymloop.tokens.folder import generation_end_ids
-        from gymloop.tokens.probe import probe
         from gymloop.tokens.renderer import Renderer
         from gymloop.tokens.reply import reply_reader
 
@@ -206,15 +207,42 @@ class EngineWorker:
             log.warning(warning)
             return renderer, (warning,)
         self._at("the check of template, parsers and end tokens")
-        ends = generation_end_ids(folder) if spec.stop_token_ids is None else spec.stop_token_ids
-        findings = probe(renderer, ends)
+        self._end_token_ids = generation_end_ids(folder) if spec.stop_token_ids is None else spec.stop_token_ids
+        return renderer, self._probed(renderer, None)
+
+    def _probed(self, renderer: Renderer, tools: Sequence[Mapping[str, Any]] | None) -> tuple[str, ...]:
+        """What the probe warns of; each warning goes to the log once.
+
+        Raises:
+            ConfigError: it found errors.
+        """
+        from gymloop.tokens.probe import probe
+
+        findings = probe(renderer, self._end_token_ids, tools)
         errors = [finding.what for finding in findings if finding.severity == "error"]
         if errors:
             raise ConfigError("\n".join(errors))
         warnings = tuple(finding.what for finding in findings)
         for warning in warnings:
-            log.warning(warning)
-        return renderer, warnings
+            if warning not in self._warned:
+                log.warning(warning)
+        self._warned.update(warnings)
+        return warnings
+
+    def check_tools(self, tools: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
+        """Probe once more with the tools that a run will show, before it asks for anything.
+
+        Returns:
+            The probe's warnings.
+
+        Raises:
+            ConfigError: the template does not show them, or its calls are not read back: what was a warning without
+                tools would teach the model calls that nobody runs.
+        """
+        self._loaded()
+        if self._renderer is None:
+            raise InfraError("the tokenizer is not loaded yet")
+        return self._probed(self._renderer, tools)
 
     def _size(self, folder: Path, precision: str, device: str) -> tuple[int, int]:
         """Context length and rows of the engine: as given, else what model and memory allow."""

@@ -19,6 +19,8 @@ Tool = Mapping[str, Any]
 
 TOKEN_FIELDS = ("prompt_token_ids", "generation_token_ids", "generation_log_probs")
 """NeMo Gym's bundle: what a message carries beside its text; no template sees it."""
+MAX_DEPTH = 100
+"""Levels of a tool's schema and of a call's arguments; templates walk them by recursion, and Python's stack is finite."""
 
 
 class ConversationError(DataError):
@@ -86,9 +88,35 @@ def _tool_call(where: str, call: Any) -> dict[str, Any]:
         # Most templates write `arguments | tojson`: given text they would quote it a second time.
         with suppress(ValueError, RecursionError):  # what the model wrote badly is shown as it is
             value = json.loads(arguments)
-            arguments = value if isinstance(value, dict) else arguments
+            if isinstance(value, dict) and not nested_beyond(value, MAX_DEPTH):
+                json.dumps(value, ensure_ascii=False).encode()  # half a surrogate pair, escaped, is no text
+                arguments = value
+    elif nested_beyond(arguments, MAX_DEPTH):
+        raise ConversationError(f"{where}.function.arguments is nested deeper than {MAX_DEPTH} levels")
     shown: dict[str, Any] = {"type": "function", "function": {"name": function["name"], "arguments": arguments}}
     return shown | ({"id": str(call["id"])} if call.get("id") else {})
+
+
+def check_tools(tools: Sequence[Tool]) -> None:
+    """Refuse tools that no template can walk.
+
+    Raises:
+        ConversationError: one is nested too deeply.
+    """
+    for index, tool in enumerate(tools):
+        if nested_beyond(tool, MAX_DEPTH):
+            raise ConversationError(f"tools[{index}] is nested deeper than {MAX_DEPTH} levels")
+
+
+def nested_beyond(value: Any, levels: int) -> bool:
+    """Whether objects and lists stand in each other more than ``levels`` deep."""
+    layer: list[Any] = [value]
+    for _ in range(levels + 1):
+        layer = [item for item in layer if isinstance(item, Mapping | list | tuple)]
+        if not layer:
+            return False
+        layer = [item for held in layer for item in (held.values() if isinstance(held, Mapping) else held)]
+    return True
 
 
 def last_assistant(messages: Sequence[Message]) -> int | None:

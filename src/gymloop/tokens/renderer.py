@@ -17,7 +17,7 @@ from typing import Any
 from gymloop.errors import ConfigError, DataError
 from gymloop.tokens import bridge
 from gymloop.tokens.bridge import BridgeError
-from gymloop.tokens.conversation import ConversationError, Message, Tool, normalise
+from gymloop.tokens.conversation import ConversationError, Message, Tool, check_tools, normalise
 from gymloop.tokens.encoding import Encoder, Marks, unescape
 from gymloop.tokens.folder import generation_end_ids, model_vocab_size, template_text
 from gymloop.tokens.provenance import Run, balance, mark_messages, mark_tools, runs, texts_of
@@ -143,8 +143,9 @@ class Renderer:
             ConversationError: the template cannot render these messages.
             ControlTokenInInput: see ``encoding``.
         """
-        marks = self._encoder.marks(messages, tools, self.chat_template_kwargs)
-        text = self._text(self._shown(messages, marks), self._shown_tools(tools, marks), add_generation_prompt)
+        plain = normalise(messages)
+        marks = self._marks(plain, tools)
+        text = self._text(self._shown(plain, marks), self._shown_tools(tools, marks), add_generation_prompt)
         return self._encoder.encode(text, marks)
 
     def extend(
@@ -160,8 +161,9 @@ class Renderer:
         Raises:
             BridgeError: the template cannot continue sampled ids with these messages.
         """
-        marks = self._encoder.marks(new_messages, tools, self.chat_template_kwargs)
-        shown = self._shown(new_messages, marks) if new_messages else []
+        plain = normalise(new_messages) if new_messages else []
+        marks = self._marks(plain, tools)
+        shown = self._shown(plain, marks)
         shown_tools = self._shown_tools(tools, marks)
         tail_ids = self._encoder.encode(self._tail(shown, shown_tools, marks), marks)
         closing_ids = self._base_of(shown_tools, marks).closing_ids
@@ -189,8 +191,9 @@ class Renderer:
         Raises:
             DataError: as ``render`` and ``extend``.
         """
-        marks = self._encoder.marks(messages, tools, self.chat_template_kwargs)
-        shown, shown_tools = (self._shown(messages, marks) if messages else []), self._shown_tools(tools, marks)
+        texts = normalise(messages) if messages else []
+        marks = self._marks(texts, tools)
+        shown, shown_tools = self._shown(texts, marks), self._shown_tools(tools, marks)
         marked, marked_tools = mark_messages(shown, marks), mark_tools(shown_tools, marks)
         try:
             if continued is None:
@@ -274,10 +277,11 @@ class Renderer:
 
     def _turn_ids(self, message: Message, tools: Sequence[Tool] | None) -> tuple[int, ...]:
         """What the model samples to say ``message``: its text on the fixed base, up to the end token."""
-        marks = self._encoder.marks(message, tools, self.chat_template_kwargs)
+        plain = normalise([message])
+        marks = self._marks(plain, tools)
         user, shown_tools = bridge.base(marks.slot)[:1], self._shown_tools(tools, marks)
         prompt = self._text(user, shown_tools, add_generation_prompt=True)
-        whole = self._text([*user, *self._shown([message], marks)], shown_tools, add_generation_prompt=False)
+        whole = self._text([*user, *self._shown(plain, marks)], shown_tools, add_generation_prompt=False)
         if not whole.startswith(prompt):
             raise DataError(
                 "the chat template writes an assistant turn that does not begin with its generation prompt, "
@@ -333,8 +337,13 @@ class Renderer:
             self._bases.clear()  # its closing is cut at end tokens that are not known yet
         return tuple(token for token in closing if token in self._encoder.special_ids)[:1]
 
-    def _shown(self, messages: Sequence[Message], marks: Marks) -> list[dict[str, Any]]:
-        return [self._encoder.break_message(message, marks) for message in normalise(messages)]
+    def _marks(self, plain: Sequence[Message], tools: Sequence[Tool] | None) -> Marks:
+        """Marks for normalised messages and tools; a client's further fields, such as token ids, are not looked at."""
+        check_tools(tools or ())
+        return self._encoder.marks(plain, tools, self.chat_template_kwargs)
+
+    def _shown(self, plain: Sequence[Message], marks: Marks) -> list[dict[str, Any]]:
+        return [self._encoder.break_message(message, marks) for message in plain]
 
     def _shown_tools(self, tools: Sequence[Tool] | None, marks: Marks) -> Any:
         return self._encoder.break_value(tools, marks) if tools else None

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from gymloop.errors import ConfigError, InfraError
-from gymloop.files import UnwritableError, fsync
+from gymloop.files import UnwritableError, fsync, remove
 from gymloop.training import manifest
 from gymloop.training.manifest import DamageError
 from gymloop.training.retention import Retention, Saved
@@ -87,7 +87,7 @@ class CheckpointStore:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             for unfinished in self.folder.glob("tmp_step_*"):
-                shutil.rmtree(unfinished)
+                remove(unfinished)
             aside.mkdir()
         except OSError as error:
             raise self._unwritable(step, error) from error
@@ -183,12 +183,14 @@ class CheckpointStore:
         final = self.folder / f"step_{step}"
         replaced = self.folder / f"replaced_step_{step}"
         if final.exists():
-            shutil.rmtree(replaced, ignore_errors=True)
+            if replaced.exists():
+                remove(replaced)
             final.rename(replaced)
         aside.rename(final)
         self._damaged.discard(final)
         fsync(self.folder)
-        shutil.rmtree(replaced, ignore_errors=True)
+        if replaced.exists():
+            self._drop(replaced)
         return final
 
     def _retain(self, newest: int) -> None:
@@ -200,12 +202,15 @@ class CheckpointStore:
             if step in kept and step not in seen:
                 seen.add(step)
                 continue
-            try:
-                # A folder half removed must not look like a checkpoint.
-                doomed = folder.rename(self.folder / f"tmp_{folder.name.removeprefix('replaced_')}")
-                shutil.rmtree(doomed)
-            except OSError as error:
-                logger.warning("old checkpoint %s cannot be removed: %s", folder, error)
+            self._drop(folder)
+
+    def _drop(self, folder: Path) -> None:
+        """Remove an old checkpoint; that it cannot be done costs space and nothing else."""
+        try:
+            # A folder half removed must not look like a checkpoint.
+            remove(folder.rename(self.folder / f"tmp_{folder.name.removeprefix('replaced_')}"))
+        except OSError as error:
+            logger.warning("old checkpoint %s cannot be removed: %s", folder, error)
 
     def _complete_ones(self) -> list[tuple[int, Path, float | None]]:
         """(step, folder, value of the metric), newest first; whether the files are whole was seen when writing them."""

@@ -1,11 +1,13 @@
 """A manifest names every file of a checkpoint with its size and hash, so reading can tell whole from damaged.
 
 It is JSON, written last, and holds besides the files what the run needs to go on: ``state`` (counters, loader
-position), ``model`` (what the weights belong to) and ``metrics`` (of the step, by which checkpoints are ranked).
+position), ``model`` (what the weights belong to) and ``metrics`` (of the step, by which checkpoints are ranked). Its
+own hash is the last thing in it: a counter that changed on the disk is damage like any other.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePosixPath
@@ -14,9 +16,10 @@ from typing import Any
 from gymloop.errors import ConfigError
 from gymloop.files import fsync, sha256, write_synced
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 MANIFEST = "manifest.json"
 _SECTIONS = ("step", "model", "metrics", "state", "files")
+_HASH = "sha256"
 
 
 class DamageError(Exception):
@@ -45,7 +48,7 @@ def seal(folder: Path, step: int, sections: Mapping[str, Mapping[str, Any]]) -> 
         fsync(path)
         files[path.relative_to(folder).as_posix()] = {"size": path.stat().st_size, "sha256": sha256(path)}
     manifest = {"format_version": FORMAT_VERSION, "step": step, **sections, "files": files}
-    write_synced(folder / MANIFEST, _json(manifest, "manifest"))
+    write_synced(folder / MANIFEST, _json(manifest | {_HASH: _hash(manifest)}, "manifest"))
     for path in (*(path for path in folder.rglob("*") if path.is_dir()), folder):
         fsync(path)
 
@@ -72,6 +75,8 @@ def read(folder: Path, step: int) -> dict[str, Any]:
     missing = [section for section in _SECTIONS if section not in manifest]
     if missing:
         raise DamageError(f"{MANIFEST} has no {missing[0]}")
+    if manifest.pop(_HASH, None) != _hash(manifest):
+        raise DamageError(f"{MANIFEST} does not have its hash")
     if manifest["step"] != step:
         raise DamageError(f"{MANIFEST} says step {manifest['step']}")
     return manifest
@@ -94,6 +99,11 @@ def verify(folder: Path, manifest: Mapping[str, Any]) -> None:
             raise DamageError(f"{name} has {path.stat().st_size} bytes instead of {expected['size']}")
         if sha256(path) != expected["sha256"]:
             raise DamageError(f"{name} does not have its hash")
+
+
+def _hash(manifest: Mapping[str, Any]) -> str:
+    """Of the manifest's values, however they are laid out as text."""
+    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
 
 
 def _files(folder: Path) -> Iterator[Path]:

@@ -36,6 +36,7 @@ from gymloop.models.resolve import resolve_model
 from gymloop.observe.progress import Progress
 from gymloop.observe.sinks import Sink
 from gymloop.observe.watchdog import LoopWatchdog
+from gymloop.policy.build import build_policy
 from gymloop.policy.spec import PolicySpec
 from gymloop.rollouts.collector import Collector
 from gymloop.serving.guard import SamplingProfiles
@@ -90,7 +91,7 @@ async def start_run(
         StartupError: a task failed; whatever had started was torn down.
     """
     started = await run_graph(
-        startup_tasks(plan, checkpoint, health), progress.startup_event, max_parallel=1 if sequential else None
+        startup_tasks(plan, checkpoint, health, stop), progress.startup_event, max_parallel=1 if sequential else None
     )
     progress.startup_done(started.timeline)
     (plan.run_dir / "startup.json").write_text(started.timeline.to_json(), encoding="utf-8")
@@ -139,18 +140,19 @@ async def start_run(
     return started, run
 
 
-def startup_tasks(plan: Plan, checkpoint: Checkpoint | None, health: Health) -> list[Task[Any]]:
+def startup_tasks(plan: Plan, checkpoint: Checkpoint | None, health: Health, stop: StopSignal) -> list[Task[Any]]:
     """The graph of a training run; the order is that of a sequential start."""
     deadline = plan.recipe.startup.deadline_s
     task = partial(Task, deadline_s=deadline)
     return [
-        task("ray", partial(_ray, plan)),
+        task("ray", partial(_ray, plan, stop)),
         task("server", partial(_server, plan, health), ("ray",)),
         task("model", partial(_model, plan, checkpoint)),
         task("engine", partial(_engine, plan), ("server", "model")),
         task("policy", partial(_policy, plan, checkpoint, health), ("ray", "model")),
         task("environments", partial(_environments, plan)),
         task("data", partial(_data, plan, checkpoint), ("environments",)),
+        task("tools", partial(_tools, plan), ("environments", "engine", "server")),
         task("client", partial(_client, plan), ("server",), teardown=lambda client: client.close()),
         task(
             "demonstrations", partial(_demonstrations, plan, checkpoint), ("data", "environments", "engine", "server")
@@ -159,11 +161,12 @@ def startup_tasks(plan: Plan, checkpoint: Checkpoint | None, health: Health) -> 
     ]
 
 
-async def _ray(plan: Plan, ctx: Context) -> RayCluster:
+async def _ray(plan: Plan, stop: StopSignal, ctx: Context) -> RayCluster:
     cluster = RayCluster(num_cpus=plan.cores)
     ctx.on_teardown(cluster.disconnect)
     ctx.progress("Ray's head process")
     await ctx.in_thread(cluster.connect)
+    stop.claim()
     return cluster
 
 
@@ -202,18 +205,23 @@ def _plugin(plan: Plan, path: str | None) -> str | None:
 
 async def _model(plan: Plan, checkpoint: Checkpoint | None, ctx: Context) -> Folders:
     policy = plan.recipe.policy
-    model = await _fetched(policy.model_name, ctx)
+    model = await _fetched(policy.model_name, "policy.model_name", ctx)
     identity = {"name": policy.model_name, **await ctx.in_thread(model_identity, model)}
     if checkpoint is not None:
         check_model(checkpoint, identity)
-    tokenizer = model if policy.tokenizer.name is None else await _fetched(policy.tokenizer.name, ctx)
+    tokenizer = model if policy.tokenizer.name is None else await _fetched(
+        policy.tokenizer.name, "policy.tokenizer.name", ctx
+    )
     return Folders(model, tokenizer, identity)
 
 
-async def _fetched(name: str, ctx: Context) -> Path:
-    """Find a model's folder, in a process of its own: a download or conversion can then be ended at once."""
+async def _fetched(name: str, key: str, ctx: Context) -> Path:
+    """Find the folder of the model that ``key`` names.
+
+    In a process of its own: a download or conversion can then be ended at once.
+    """
     if await ctx.in_thread(os.path.isdir, name):
-        return await ctx.in_thread(resolve_model, name)
+        return await ctx.in_thread(partial(resolve_model, name, key=key))
     ctx.progress(f"model {name}")
     process = await asyncio.create_subprocess_exec(
         *tied([sys.executable, "-m", "gymloop.cli.main", "models", "fetch", name]),
@@ -229,7 +237,8 @@ async def _fetched(name: str, ctx: Context) -> Path:
             await process.wait()  # bounded: it was killed
     if process.returncode:
         lines = said.strip().splitlines()
-        raise ConfigError(lines[-1].removeprefix("gymloop: ") if lines else f"model {name} could not be fetched")
+        why = lines[-1].removeprefix("gymloop: ") if lines else f"model {name} could not be fetched"
+        raise ConfigError(f"{key}: {why}")
     return Path(output.strip().splitlines()[-1])
 
 
@@ -301,13 +310,6 @@ async def _policy(plan: Plan, checkpoint: Checkpoint | None, health: Health, ctx
     return remote
 
 
-def build_policy(spec: PolicySpec) -> Any:
-    """Make the policy's worker where it runs: only there is torch imported."""
-    from gymloop.policy.worker import PolicyWorker
-
-    return PolicyWorker(spec)
-
-
 async def _environments(plan: Plan, ctx: Context) -> dict[str, InProcessSource]:
     ctx.progress("the environments' modules")
     return await ctx.in_thread(build_sources, plan.recipe.env, plan.recipe_path.parent)
@@ -358,6 +360,15 @@ async def _demonstrations(plan: Plan, checkpoint: Checkpoint | None, ctx: Contex
     return await remote.call("render_demonstrations", conversations[:wanted], timeout=plan.recipe.startup.deadline_s)
 
 
+async def _tools(plan: Plan, ctx: Context) -> None:
+    """Prove that the template shows the run's tools and that the parser reads what it writes of them."""
+    tools = {tool["name"]: tool for source in ctx.results["environments"].values() for tool in source.tools}
+    if tools:
+        ctx.progress("the template and the parser, with the tools of the environments")
+        remote = ctx.results["server"]["remote"]
+        await remote.call("check_tools", chat_tools(tools.values()), timeout=plan.recipe.startup.deadline_s)
+
+
 async def _client(plan: Plan, ctx: Context) -> ModelClient:
     limits = plan.recipe.rollouts
     client = ModelClient(
@@ -366,6 +377,7 @@ async def _client(plan: Plan, ctx: Context) -> ModelClient:
         max_concurrency=limits.max_concurrency,
         call_timeout_s=limits.call_timeout_s,
         ready_timeout_s=plan.recipe.startup.deadline_s,
+        provenance=limits.record_provenance,
     )
     return await client.__aenter__()
 

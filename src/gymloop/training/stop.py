@@ -17,13 +17,14 @@ import asyncio
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any, NoReturn
 
 from gymloop.errors import GymloopError
 
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
 HURRY_S = 5.0
 """After a second signal the process ends within this, whatever its teardown does."""
 
@@ -50,6 +51,7 @@ class StopSignal:
         self.exit_code = 0
         self.insisted = False
         self._event = asyncio.Event()
+        self._handle: Callable[[int, FrameType | None], None] | None = None
 
     @contextmanager
     def installed(self, task: asyncio.Task[Any]) -> Iterator[None]:
@@ -69,12 +71,24 @@ class StopSignal:
                 self.exit_code = 128 + number
                 loop.call_soon_threadsafe(self._event.set)
 
-        before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+        self._handle = handle
+        before = {number: signal.getsignal(number) for number in SIGNALS}
+        self.claim()
         try:
             yield
         finally:
+            self._handle = None
             for number, handler in before.items():
                 signal.signal(number, handler)
+
+    def claim(self) -> None:
+        """Handle both signals again, within ``installed`` and from the main thread.
+
+        Ray's C++ core puts a handler of its own for SIGTERM in place when a process connects; call this then.
+        """
+        if self._handle is not None:
+            for number in SIGNALS:
+                signal.signal(number, self._handle)
 
     @property
     def requested(self) -> bool:

@@ -13,11 +13,13 @@ from gymloop.cluster.health import Health, first_failure
 from gymloop.config.dump import as_yaml
 from gymloop.config.plan import Plan
 from gymloop.errors import ConfigError, InfraError
+from gymloop.files import held
 from gymloop.lifeline import reaped
 from gymloop.observe.curve import draw_png, draw_text, read_curve
 from gymloop.observe.progress import Progress
 from gymloop.observe.sinks import JsonlSink, Sink, TensorBoardSink
 from gymloop.observe.watchdog import LoopWatchdog
+from gymloop.startup import Started
 from gymloop.training import loop
 from gymloop.training.checkpoint import Checkpoint, CheckpointStore
 from gymloop.training.retention import Retention
@@ -59,6 +61,7 @@ async def train(plan: Plan, *, resume: bool = False, sequential: bool = False) -
     with reaped(), stop.installed(task), watchdog, Progress() as progress, ExitStack() as files:
         store = CheckpointStore(plan.run_dir / "checkpoints", Retention.of(plan.recipe.checkpointing))
         transcripts = Transcripts(plan.run_dir / "trajectories")
+        hold_folder(plan, files)
         checkpoint = await asyncio.to_thread(store.latest) if resume else None  # it hashes every byte
         if not resume and (plan.run_dir / "metrics.jsonl").exists():
             raise ConfigError(f"{plan.run_dir} holds a run already; continue it with --resume or choose another --run")
@@ -93,9 +96,18 @@ async def train(plan: Plan, *, resume: bool = False, sequential: bool = False) -
         try:
             exit_code = await until_stopped(run)
         finally:
-            await started.close(HURRIED_TEARDOWN_S if stop.insisted else TEARDOWN_S)
+            await give_back(started, stop)
         summarise(plan, progress)
         return exit_code
+
+
+async def give_back(started: Started, stop: StopSignal) -> None:
+    """Tear the run down; a second signal hurries that, also when it comes meanwhile."""
+    try:
+        await started.close(HURRIED_TEARDOWN_S if stop.insisted else TEARDOWN_S)
+    except asyncio.CancelledError:  # raised once everything was torn down
+        if not stop.insisted:
+            raise
 
 
 async def until_stopped(run: Run) -> int:
@@ -120,6 +132,16 @@ async def until_stopped(run: Run) -> int:
         run.progress.say(f"the run ends at step {run.step} without a checkpoint of it: {run.saves.failure}")
         return 1
     return exit_code
+
+
+def hold_folder(plan: Plan, files: ExitStack) -> None:
+    """Two runs in one folder would take each other's checkpoints apart."""
+    try:
+        files.enter_context(held(plan.run_dir))
+    except ConfigError as error:
+        raise ConfigError(f"{error}, another run; wait for its end or choose another --run") from None
+    except OSError as error:
+        raise InfraError(f"cannot write the run's folder {plan.run_dir}: {error.strerror}") from error
 
 
 def open_files(plan: Plan, checkpoint: Checkpoint | None, progress: Progress, files: ExitStack) -> list[Sink]:
