@@ -64,7 +64,8 @@ def play(folder: Path) -> dict[str, Any]:
         ``logprobs``; and whether Python runs its asserts.
     """
     profiles = SamplingProfiles(SamplingProfile(1.0, 1.0, None), SamplingProfile(0.5, 1.0, None))
-    spec = EngineSpec("toy", profiles, (20000, 29999), max_model_len=128, max_batch_size=4, request_timeout_s=60.0)
+    limits = {"max_model_len": 128, "max_batch_size": 4, "request_timeout_s": 60.0}
+    spec = EngineSpec("toy", profiles, (20000, 29999), precision="float32", **limits)
     worker = EngineWorker(spec)
     try:
         worker.load(str(folder), str(folder))
@@ -121,7 +122,9 @@ async def _agent(url: str) -> dict[str, Any]:
     async with ModelClient(url, "toy", max_concurrency=2, call_timeout_s=60.0, ready_timeout_s=5.0) as client:
         collector = Collector({"judge": source}, client, Rollouts(), max_turns=1, max_tokens=TOKENS)
         groups = await collector.gather(expand(rows, 1))
-    return {rollout.group_id: _outcome(rollout) for group in groups for rollout in (*group.trajectories, *group.failures)}
+    return {
+        rollout.group_id: _outcome(rollout) for group in groups for rollout in (*group.trajectories, *group.failures)
+    }
 
 
 def _outcome(rollout: Rollout) -> dict[str, Any]:

@@ -33,7 +33,7 @@ LAYERS: tuple[frozenset[str], ...] = (
         }
     ),
     frozenset({"tokens", "models"}),
-    frozenset({"config", "compat", "files", "lifeline"}),
+    frozenset({"config", "compat", "files", "lifeline", "threads"}),
     frozenset({"errors", ""}),  # "" is the package itself: its version
 )
 """From the top; a part imports parts below it."""
@@ -46,6 +46,7 @@ PEERS = {
     ("generation", "weights"),  # an engine checks and takes snapshots
     ("serving", "generation"),  # the face of an engine, and the worker that holds both
     ("serving", "weights"),
+    ("gym", "startup.sockets"),  # hosted servers serve on sockets that gymloop holds
     ("serving", "startup.sockets"),  # the engine's actor holds its own socket
     ("serving", "observe.watchdog"),  # the server's event loop is watched
     ("rollouts", "gym"),  # a collector drives agents

@@ -40,6 +40,16 @@ def set_attention(model: Any, name: str) -> bool:
     return model.config.get_text_config(decoder=True)._attn_implementation == name
 
 
+def apply_softcap(model: Any) -> None:
+    """Let a model that caps its attention scores really cap them.
+
+    Before 5.24 such models (Gemma 2) took PyTorch's fused attention by default, which ignores the cap without a word.
+    """
+    config = model.config.get_text_config(decoder=True)
+    if getattr(config, "attn_logit_softcapping", None) is not None and config._attn_implementation == "sdpa":
+        model.set_attn_implementation("eager")
+
+
 def fix_expert_shapes(model: Any) -> bool:
     """Let a mixture of experts compute each token with its experts' weights gathered for it, one product per token.
 

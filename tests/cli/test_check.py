@@ -4,9 +4,9 @@ import gzip
 import json
 import os
 import re
+import resource
 import subprocess
 import sys
-import time
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -79,16 +79,17 @@ def check(poison: Path, *argv: str) -> subprocess.CompletedProcess[str]:
 
 def test_f11_one_run_names_all_faults_in_seconds_without_a_heavy_import(tmp_path):
     (tmp_path / "r.yaml").write_text(faulty(FAULTS))
-    began = time.monotonic()
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
     done = check(tmp_path, str(tmp_path / "r.yaml"), "policy.optimizer.kwargs.lr=3e-6")
-    seconds = time.monotonic() - began
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert done.returncode == 2
     for pattern in NAMES.values():
         assert re.search(pattern, done.stderr), done.stderr
     assert "imported" not in done.stderr
     assert "kwargs" not in done.stderr, "5e-6, 1e-8 and the override 3e-6 are numbers"
     assert len(done.stderr.strip().splitlines()) == 1 + len(FAULTS)
-    assert seconds < 5
+    seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    assert seconds < 2, "of computing; how long one waits for it is the machine's business"
 
 
 def test_f11_each_mended_fault_is_no_longer_named_and_the_rest_still_are(tmp_path, capsys):
@@ -180,11 +181,12 @@ def test_f12_without_the_broken_line_check_passes(tmp_path, capsys):
     [
         (b"", "rows.jsonl: no rows"),
         (b"\n\r\n\n", "rows.jsonl: no rows"),
-        (gzip.compress(row("r1", "x")), "rows.jsonl: is gzip-compressed; expected plain JSON Lines"),
+        (gzip.compress(row("r1", "x"), mtime=0), "rows.jsonl: is gzip-compressed; expected plain JSON Lines"),
         (row("r1", "x").replace(b'"toy"', b'"toi"'), "agent_ref.name 'toi' is not an environment of this run"),
         (row("r1", "x").replace(b"agent_ref", b"agent"), "line 1: agent_ref is None"),
         (row("r1", "x") + b"\n" + row("r1", "y"), "line 2: id 'r1' is also that of line 1"),
     ],
+    ids=["empty", "blank lines", "gzip", "unknown environment", "no environment", "an id twice"],
 )
 def test_f12_files_that_are_no_rows_are_an_error_that_names_them(tmp_path, capsys, data, said):
     assert cli.main(["check", recipe_with_rows(tmp_path, data)]) == 2

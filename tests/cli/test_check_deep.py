@@ -6,7 +6,6 @@ import sys
 import pytest
 
 from gymloop.cli import main as cli
-from gymloop.errors import DataError
 from gymloop.gym.rows import rows_beyond_context
 from toys import build_toy
 
@@ -93,24 +92,19 @@ def test_deep_checks_the_tools_that_rows_name_against_the_environments(recipe, t
     assert "has no tool 'sai' (did you mean 'say'?)" in capsys.readouterr().err
 
 
-class _Words:
-    """One token a word."""
-
-    def render(self, messages, tools=None, add_generation_prompt=True):
-        text = " ".join(message["content"] for message in messages)
-        if "!" in text:
-            raise DataError("the template cannot render this")
-        return tuple(range(len(text.split())))
-
-
 @pytest.mark.parametrize(
     ("limit", "beyond"), [(10, []), (4, []), (3, [0]), (2, [0, 1]), (1, [0, 1, 2])], ids=lambda value: str(value)
 )
 def test_a_row_is_beyond_the_context_when_no_token_is_left_for_an_answer(limit, beyond):
-    rows = [{"responses_create_params": {"input": text}} for text in ("a b c", "a b", "a")]
-    assert [index for index, _ in rows_beyond_context(rows, _Words(), limit)] == beyond
+    said = list(rows_beyond_context([{}, {"id": "two"}, {}], [3, 2, 1], limit))
+    what = [f"row 1: its first prompt has 3 tokens; policy.max_total_sequence_length is {limit}"]
+    what += [f"row 2 (id 'two'): its first prompt has 2 tokens; policy.max_total_sequence_length is {limit}"]
+    what += [f"row 3: its first prompt has 1 tokens; policy.max_total_sequence_length is {limit}"]
+    assert said == [what[index] for index in beyond]
 
 
 def test_a_row_that_cannot_be_rendered_is_told_too():
-    rows = [{"responses_create_params": {"input": "a!"}}, {"responses_create_params": {"input": "a"}}]
-    assert rows_beyond_context(rows, _Words(), 9) == [(0, "the template cannot render this")]
+    said = list(rows_beyond_context([{}] * 8, [1, *["the template cannot render this"] * 7], 9))
+    assert said[0] == "row 2: the template cannot render this"
+    assert len(said) == 6
+    assert said[5] == "and 2 of 8 rows more"

@@ -104,7 +104,8 @@ def test_a_toy_is_up_at_once_then_answers_the_openai_client_and_leaves_on_sigter
     import openai
 
     port = port_pair()
-    serving = start(str(toy("q")), "--port", str(port), "--served-model-name", "toy", "--max-model-len", "512")
+    named = ("--port", str(port), "--served-model-name", "toy")
+    serving = start(str(toy("q")), *named, "--max-model-len", "512", "--precision", "float32")
     refused = httpx.Response(500)
     deadline = time.monotonic() + LIMIT_S
     while time.monotonic() < deadline and refused.status_code != 503:
@@ -204,7 +205,7 @@ def test_ctrl_c_ends_requests_in_flight_and_exits_130(toy, serving_here, capsys)
             endless = {"max_tokens": 4000, "ignore_eos": True, "stream": stream}
             try:
                 ended.append(httpx.post(f"{url}/chat/completions", json=request | endless, trust_env=False, timeout=60))
-            except httpx.HTTPError as error:  # a stream that had begun is broken off
+            except httpx.HTTPError as error:
                 ended.append(error)
 
         request = {"model": "toy", "messages": HELLO}
@@ -223,8 +224,15 @@ def test_ctrl_c_ends_requests_in_flight_and_exits_130(toy, serving_here, capsys)
     for thread in threads:
         thread.join(10)
     assert len(ended) == 2, "a client still waits"
-    whole = next(one for one in ended if isinstance(one, httpx.Response))
+    assert all(isinstance(one, httpx.Response) for one in ended), "a stream was broken off"
+    whole, stream = sorted(ended, key=lambda one: -one.status_code)
     assert (whole.status_code, whole.json()["error"]["code"]) == (503, "server_closing")
+    if stream.status_code == 200:  # it had begun
+        *_, error, done = stream.text.strip().split("\n\n")
+        assert '"code":"server_closing"' in error
+        assert done == "data: [DONE]"
+    else:
+        assert stream.json()["error"]["code"] == "server_closing"
     said = capsys.readouterr().err
     assert "stopping; 2 requests in flight are ended" in said
     assert "ERROR" not in said

@@ -102,6 +102,18 @@ def test_a_failure_is_kept_for_whoever_asks_later_and_the_first_one_counts():
     virtual_time.run(work())
 
 
+def test_the_first_failure_alone_is_told_the_moment_it_is_found():
+    async def work():
+        told = []
+        health = Health(1.0, 60.0, told.append)
+        health.watch(Part(1, error=InfraError("the first")))
+        health.watch(Part(5, error=InfraError("the second")))
+        await asyncio.sleep(20)
+        assert [str(error) for error in told] == ["the first"]
+
+    virtual_time.run(work())
+
+
 def test_a_check_that_slips_is_a_failure_under_the_name_of_its_part():
     _, message = virtual_time.run(until_failure(Part(0, error=ValueError("no JSON"))))
     assert message == "environment calculator could not be checked: ValueError: no JSON"

@@ -170,6 +170,15 @@ async def test_a_dead_ray_worker_ends_the_work_within_10_s_with_its_last_words(r
     assert time.monotonic() - begin < 10
 
 
+async def test_a_ray_worker_that_dies_while_it_makes_anothers_argument_is_the_one_named(ray_cluster, tmp_path):
+    giver = RayRemote("giver", partial(Worker, 5), env={}, log_file=tmp_path / "giver.log")
+    taker = RayRemote("taker", partial(Worker, 5), env={}, log_file=tmp_path / "taker.log")
+    with pytest.raises(InfraError, match=r"(?s)^giver died during its part in total of taker.*giver\.log: .* die"):
+        await taker.call("total", giver.refer("die"), timeout=60)
+    assert await taker.call("add", 1, timeout=60) == 6
+    taker.kill()
+
+
 async def test_a_stopped_ray_worker_is_named_with_its_state_and_killing_it_leaves_no_process(ray_cluster, tmp_path):
     remote = RayRemote("adder", partial(Worker, 5), env={}, log_file=tmp_path / "adder.log")
     pid = await remote.call("pid", timeout=60)

@@ -7,11 +7,14 @@ import subprocess
 import sys
 from pathlib import Path
 
-import f07
 import pytest
 
+import f07
 
-@pytest.mark.parametrize("flags", [[], ["-O"]], ids=["asserts", "python -O"])
+
+@pytest.mark.parametrize(
+    "flags", [pytest.param([], id="asserts"), pytest.param(["-O"], id="python -O", marks=pytest.mark.slow)]
+)
 def test_f07_every_way_to_a_sample_takes_the_profile_or_refuses(toy, flags):
     import torch
     from transformers import AutoModelForCausalLM

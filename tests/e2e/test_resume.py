@@ -9,6 +9,7 @@ import hashlib
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -64,6 +65,7 @@ class Lab:
                         "model_name": str(model),
                         "max_total_sequence_length": 128,
                         "precision": "float32",
+                        "lr_warmup_steps": 5,
                         "optimizer": {"kwargs": {"lr": 0.01}},
                         "generation": {"max_new_tokens": 8, "torch_cfg": {"max_batch_size": 6}},
                     },
@@ -185,12 +187,44 @@ def test_a23_a24_killed_at_any_point_the_run_goes_on_as_if_it_had_not_been(lab, 
     assert lab.checkpoints(point) == ["step_5", "step_6"]
 
 
+def test_a24_stopped_in_the_middle_of_rollouts_their_prompts_come_again(lab):
+    """The loader had moved on already; the stop comes before the last rollout of step 3 is even asked for."""
+    at = "gymloop.rollouts.collector:Collector._rollout:18:before"
+    stopped = lab.train("stopped", "checkpointing.save_period=4", die=at, number=signal.SIGTERM)
+    assert stopped.code == 143, stopped.output
+    assert lab.checkpoints("stopped") == ["step_2"], "saved by the stop, after the position was put back"
+    assert lab.train("stopped").code == 0
+    lab.assert_same("stopped", "reference")
+
+
+def test_a24_steps_that_trained_nothing_are_counted_over_a_resume(lab):
+    """Every rollout is cut at its first token and filtered out: nothing to train, two steps before and two after."""
+    nothing = ("policy.generation.max_new_tokens=1", "grpo.overlong_filtering=true", "sft_warmup.steps=0")
+    assert lab.train("empty", *nothing, "grpo.max_num_steps=2").code == 0
+    done = lab.train("empty", *nothing)
+    assert done.code == 1, done.output
+    assert "4 steps in a row had nothing to train on (rollouts.max_skipped_steps is 3)" in " ".join(done.output.split())
+    assert lab.metrics("empty")[-1]["step"] == 3
+
+
 @pytest.mark.slow
 def test_killed_again_and_again_it_still_arrives(lab):
     for call in (1, 2, 1, 2, 1):
         lab.train("often", die=f"gymloop.training.manifest:write_synced:{call}:after")
     assert lab.train("often").code == 0
     lab.assert_same("often", "reference")
+
+
+def test_rows_beyond_the_context_are_named_before_anything_is_trained(lab):
+    """The engine's tokenizer says how long a prompt is; that is known before the first step."""
+    done = lab.train("beyond", "policy.max_total_sequence_length=9", "sft_warmup.steps=0")
+    assert done.code == 2, done.output
+    flat = " ".join(done.output.split())
+    assert "startup task 'lengths' failed" in flat
+    assert "data.train: row 1: its first prompt has " in flat
+    assert "tokens; policy.max_total_sequence_length is 9; data.train: row 2" in flat
+    assert "data.train: and 3 of 8 rows more; data.validation: row 1" in flat
+    assert lab.checkpoints("beyond") == []
 
 
 @pytest.mark.slow
@@ -273,10 +307,10 @@ def test_another_learning_rate_or_precision_goes_on_and_another_position_is_refu
         refused = lab.train("other", change)
         assert refused.code == 2, refused.output
         assert said in refused.output
-    for step, change in ((2, "policy.precision=bfloat16"), (3, "policy.optimizer.kwargs.lr=0.002")):
+    for step, change in ((2, "policy.precision=bfloat16"), (3, "policy.optimizer.kwargs.lr=0.05")):
         done = lab.train("other", change, f"grpo.max_num_steps={step}")
         assert done.code == 0, done.output
-    assert [entry["policy/lr"] for entry in lab.metrics("other")[1:]] == [0.01, 0.01, 0.002]
+    assert [entry["policy/lr"] for entry in lab.metrics("other")[1:]] == pytest.approx([0.002, 0.004, 0.03])
 
 
 def test_the_best_may_be_gone_and_the_run_goes_on_from_the_newest(lab):
@@ -285,7 +319,8 @@ def test_the_best_may_be_gone_and_the_run_goes_on_from_the_newest(lab):
     rewards = {entry["step"]: entry["reward/mean"] for entry in lab.metrics("ranked") if entry["step"]}
     top = max(rewards, key=lambda step: (rewards[step], step))
     assert lab.checkpoints("ranked") == sorted({f"step_{top}", "step_4"})
-    shutil.rmtree(lab.dir("ranked") / "checkpoints" / f"step_{top}") if top != 4 else None
+    if top != 4:
+        shutil.rmtree(lab.dir("ranked") / "checkpoints" / f"step_{top}")
     assert lab.train("ranked").code == 0
     lab.assert_same("ranked", "reference")
 

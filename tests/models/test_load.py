@@ -7,6 +7,8 @@ import shutil
 import threading
 
 import pytest
+import torch
+from transformers import Gemma2Config, Gemma2ForCausalLM
 
 from gymloop.errors import ConfigError
 from gymloop.models.load import load_causal_lm, tensor_bytes
@@ -65,6 +67,43 @@ def test_each_thread_hears_of_its_own_load_only(toy):
         assert heard[0] == (0, whole)
         assert heard[-1] == (whole, whole)
         assert [done for done, _ in heard] == sorted(done for done, _ in heard)
+
+
+def test_loads_of_different_types_at_once_do_not_mix(toy):
+    wrong: list[str] = []
+
+    def load(dtype: str) -> None:
+        for _ in range(10):
+            types = {parameter.dtype for parameter in load_causal_lm(toy("q"), dtype, "cpu").parameters()}
+            if types != {getattr(torch, dtype)}:
+                wrong.append(f"{dtype}: {types}")
+
+    toy("q")
+    before = torch.get_default_dtype()
+    threads = [threading.Thread(target=load, args=(dtype,)) for dtype in ("float32", "bfloat16") * 2]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    try:
+        assert not wrong
+        assert torch.get_default_dtype() == before
+    finally:
+        torch.set_default_dtype(before)
+
+
+def test_attention_scores_are_capped_where_the_model_asks_for_it(tmp_path):
+    shape = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = Gemma2Config(vocab_size=31, num_key_value_heads=1, head_dim=8, initializer_range=2.0, **shape)
+    ids = torch.arange(9)[None]
+    logits = []
+    for cap in (None, 1.0):
+        config.attn_logit_softcapping = cap
+        torch.manual_seed(0)
+        Gemma2ForCausalLM(config).save_pretrained(tmp_path)
+        with torch.no_grad():
+            logits.append(load_causal_lm(tmp_path, "float32", "cpu")(ids, use_cache=False).logits)
+    assert not torch.allclose(*logits, atol=1e-2)
 
 
 def test_damaged_weights_are_one_sentence(toy, tmp_path):

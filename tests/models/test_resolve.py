@@ -44,7 +44,7 @@ def test_what_is_neither_folder_nor_id_is_refused(name, unreachable, monkeypatch
 
 def test_an_unreachable_id_is_refused_within_seconds_with_what_to_do(unreachable):
     began = time.monotonic()
-    with pytest.raises(ConfigError, match=r"owner/model.*not on this machine.*policy\.model_name") as caught:
+    with pytest.raises(ConfigError, match=r"owner/model.*not on this machine.*name a folder") as caught:
         resolve_model("owner/model")
     assert time.monotonic() - began < 5
     assert "\n" not in str(caught.value)

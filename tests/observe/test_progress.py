@@ -56,6 +56,35 @@ def test_without_a_terminal_every_change_of_the_startup_is_one_plain_line():
     ]
 
 
+def test_a_failure_is_told_once_with_the_phase_and_its_log_has_the_whole_of_it(tmp_path):
+    target = console(False)
+    with Progress(target) as progress:
+        progress.log_to(tmp_path / "run.log")
+        progress.phase("step 3: weight sync")
+        progress.failed(ValueError("engine died\n  engine.log: Killed"))
+        progress.failed(ValueError("and what followed from it"))
+    assert target.file.getvalue() == "failed in step 3: weight sync: engine died\n"
+    log = (tmp_path / "run.log").read_text()
+    assert "failed in step 3: weight sync: engine died\n  engine.log: Killed\n" in log
+    assert "followed" not in log
+
+
+def test_a_failure_while_starting_names_the_tasks_that_were_not_done():
+    target = console(False)
+    progress = Progress(target)
+    for event in (
+        Event("ray", "started", 0.0),
+        Event("ray", "done", 1.0),
+        Event("engine", "started", 1.0),
+        Event("policy", "started", 1.0),
+        Event("policy", "failed", 2.0, "policy died"),
+        Event("engine", "cancelled", 2.0),
+    ):
+        progress.startup_event(event)
+    progress.failed(ValueError("policy died"))
+    assert target.file.getvalue().splitlines()[-1] == "failed in startup (engine, policy): policy died"
+
+
 async def test_on_a_terminal_the_startup_is_live_and_ends_as_its_timeline():
     async def run(context):
         context.progress("weights [1/2]")

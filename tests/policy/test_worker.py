@@ -273,6 +273,7 @@ def test_a_restored_worker_makes_the_same_next_steps_bit_by_bit(precision: str, 
     whole.sft(batch)
     for _ in range(2):
         whole.train(batch)
+    torch.rand(5)  # a generator that stands where a new worker's does would hide that it was not put back
     whole.save(tmp_path / "saved")
     draws = torch.rand(3)
     expected = [whole.train(batch)["loss"] for _ in range(2)]

@@ -169,6 +169,7 @@ def test_f07_the_rules_hold_on_every_route(serve, route, text):
         assert served.engine.samplings[-1].top_k is None
     assert served.refused(400, route=route, temperature="1.0") == ("invalid_type", "temperature")
     assert served.refused(400, route=route, temprature=0.5) == ("unknown_field", "temprature")
+    assert f"did you mean {text}?" in served.post(route, messages=[]).text
     if route == "/v1/responses":
         assert served.refused(400, route=route, text={"format": SCHEMA}) == ("off_profile", "text.format")
         assert served.refused(400, route=route, tool_choice="required") == ("off_profile", "tool_choice")

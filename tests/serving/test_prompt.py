@@ -196,6 +196,22 @@ def test_bytes_of_half_a_character_are_carried(toy):
     assert ids[: len(prompt) + 2] == (*prompt, half, 2)
 
 
+def test_a_turn_that_a_stop_string_ended_continues_by_its_ids_alone(serve):
+    served = serve(profiles=None)
+    served.say("one STOP two", 2)
+    message = served.chat([USER], stop="STOP")["choices"][0]["message"]
+    exact = (*message["prompt_token_ids"], *message["generation_token_ids"])
+    assert message["content"] == "one "
+    again = {"role": "user", "content": "And?"}
+    served.say("4C.", 2)
+    assert served.chat([USER, message, again])["choices"][0]["new_segment"] is True
+    served.say("4C.", 2)
+    bare = {"role": "assistant", "content": "one "}
+    reply = served.chat([USER, bare, again], required_prefix_token_ids=exact)
+    assert reply["choices"][0]["new_segment"] is False
+    assert served.engine.prompts[-1][: len(exact)] == exact
+
+
 def test_provenance_is_told_only_when_asked(q):
     message, exact = turn(q, (*text_ids(CALL_TEXT), 2), content=None, tool_calls=CALLS)
     assert build_prompt(q, [USER, message, TOOL], []).provenance is None

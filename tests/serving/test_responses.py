@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from gymloop.gym import items
 from gymloop.serving.response_items import chat_messages, output_items
 from gymloop.tokens.conversation import TOKEN_FIELDS
 
@@ -92,22 +93,50 @@ def test_f04_chat_to_items_and_back_is_the_same_message(served, text):
     assert [item["call_id"] for item in items if item["type"] == "function_call"] == ids
 
 
+def test_f04_a_row_and_a_request_are_read_alike():
+    """The agent reads items of checked rows, the server those of strangers; they mean the same."""
+    assert chat_messages(HISTORY, "Be brief.", 100) == items.chat_messages(HISTORY, "Be brief.")
+    assert chat_messages("hi", None, 100) == items.chat_messages("hi")
+    summary = {"type": "reasoning", "summary": [{"type": "summary_text", "text": "two queries"}]}
+    turn = [ASK, summary, OSLO, {"role": "assistant", "content": "Checking both."}, LIMA]
+    assert chat_messages(turn, None, 100) == items.chat_messages(turn)
+
+
 def test_f02_reasoning_is_kept_through_items(served):
     served.say("<think>\nsearch it\n</think>\n\n4C.", 2)
     items = respond(served, input="Weather in Oslo?")["output"]
     served.say("19C.", 2)
     user = {"role": "user", "content": "Weather in Oslo?"}
-    reply = respond(served, input=[user, *items, {"role": "user", "content": "And in Lima?"}])
+    again = {"role": "user", "content": "And in Lima?"}
+    reply = respond(served, input=[user, *items, again])
     assert (len(served.engine.prompts[1]), reply["new_segment"]) == (99, False)
+    exact = (*items[-1]["prompt_token_ids"], *items[-1]["generation_token_ids"])
+    assert (len(items[-1]["prompt_token_ids"]), len(exact)) == (35, 67)
+    assert served.engine.prompts[1][:67] == exact
+    assert tuple(reply["output"][-1]["prompt_token_ids"]) == served.engine.prompts[1]
+
+    # Without the ids the template drops the reasoning, and the reply says that a new segment begins.
+    bare = [{key: value for key, value in item.items() if key not in TOKEN_FIELDS} for item in items]
+    served.say("19C.", 2)
+    reply = respond(served, input=[user, *bare, again])
+    assert (len(served.engine.prompts[2]), reply["new_segment"]) == (71, True)
+    assert tuple(reply["output"][-1]["prompt_token_ids"]) == served.engine.prompts[2]
 
 
 def test_f06_a_cut_turn_is_incomplete_and_shows_no_call(served):
-    served.say(CALL_TEXT + CALL_TEXT[:40])
-    reply = respond(served, input="hi", max_output_tokens=len(CALL_TEXT) + 40)
+    grep = '\n<tool_call>\n{"name": "grep", "arguments": {"q": "alpha"}}\n</tool_call>'
+    write = '\n<tool_call>\n{"name": "write", "arguments": {"path": "/tmp/x", "text": "aaaa'
+    served.say(grep + write)
+    reply = respond(served, input="hi", max_output_tokens=147)
     assert (reply["status"], reply["incomplete_details"]) == ("incomplete", {"reason": "max_output_tokens"})
     (item,) = reply["output"]
     assert (item["type"], item["status"]) == ("message", "incomplete")
-    assert len(item["generation_token_ids"]) == len(CALL_TEXT) + 40
+    assert len(item["generation_token_ids"]) == reply["usage"]["output_tokens"] == 147
+
+    served.say(grep, 2)
+    reply = respond(served, input="hi", max_output_tokens=147)
+    assert (reply["status"], reply["incomplete_details"]) == ("completed", None)
+    assert [(item["type"], item.get("name")) for item in reply["output"]] == [("function_call", "grep")]
 
 
 def test_instructions_are_the_system_message(served, renderer_of):
@@ -133,6 +162,8 @@ def test_instructions_are_the_system_message(served, renderer_of):
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "unsupported_item", "input[0].content"),
         ({"tools": [{"type": "web_search"}]}, "invalid_value", "tools[0]"),
         ({"max_output_tokens": 0}, "invalid_value", "max_output_tokens"),
+        ({"input": [{"role": "robot", "content": "hi"}]}, "invalid_value", "input[0].role"),
+        ({"input": [{"type": "message", "content": "hi"}]}, "invalid_value", "input[0].role"),
         ({"max_tokens": 5}, "unknown_field", "max_tokens"),
     ],
 )

@@ -19,12 +19,12 @@ from gymloop.serving.server import GenerationServer
 from gymloop.tokens import Renderer
 from toys import text_ids
 
-from .scripted import CALL_TEXT, PROFILES, TOOL, USER, Served, until
+from .scripted import CALL_TEXT, PROFILES, TOOL, USER, Served, read_events, until
 
 # Before and after the engine is ready
 
 
-def test_every_route_but_livez_waits_for_the_engine(serve, renderer_of):
+def test_a5_every_route_but_livez_is_503_with_retry_after_until_the_engine_is_ready(serve, renderer_of):
     served = serve(ready=False)
     assert served.client.get("/livez").status_code == 200
     for route in ("/readyz", "/v1/models", "/nowhere"):
@@ -466,11 +466,17 @@ def nested(levels: int) -> str:
     return '{"a": ' * levels + "1" + "}" * levels
 
 
-@pytest.mark.parametrize("arguments", ['{"city": "\\ud83d"}', nested(200), nested(900), nested(5000), '{"a": NaN}', "[", ""])
+@pytest.mark.parametrize(
+    "arguments", ['{"city": "\\ud83d"}', nested(200), nested(900), nested(5000), '{"a": NaN}', "[", ""]
+)
 def test_f05_what_a_model_wrote_badly_never_fails_the_next_request(serve, arguments):
     served = serve()
     function = {"name": "wx", "arguments": arguments}
-    called = {"role": "assistant", "content": None, "tool_calls": [{"id": "c", "type": "function", "function": function}]}
+    called = {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [{"id": "c", "type": "function", "function": function}],
+    }
     served.say("4C.", 2)
     assert served.chat([USER, called, TOOL])["choices"][0]["new_segment"] is True
 

@@ -13,7 +13,7 @@ from gymloop.errors import InfraError
 from gymloop.serving.streaming import Detokenizer, StopSearch
 from toys import BASE, text_ids
 
-from .scripted import CALL_TEXT, USER, WX, until
+from .scripted import CALL_TEXT, USER, WX, read_events, until
 
 THINK = "<think>\nsearch it\n</think>\n\n"
 

@@ -126,8 +126,9 @@ def test_the_facts_of_a_load(worker, toy):
     assert 1 <= facts["max_batch_size"] <= 64
     assert facts["device"] in ("cpu", "cuda")
     assert facts["chat"] is True
-    facts = load(worker(), toy("q"))
-    assert (facts["max_model_len"], facts["max_batch_size"], facts["precision"]) == (512, 4, "float32")
+    for precision in ("float32", "bfloat16"):
+        facts = load(worker(precision=precision), toy("q"))
+        assert (facts["max_model_len"], facts["max_batch_size"], facts["precision"]) == (512, 4, precision)
 
 
 def test_errors_of_the_probe_keep_the_server_shut_and_all_are_told(worker, toy, monkeypatch):
@@ -150,6 +151,21 @@ def test_a_parser_that_cannot_read_what_the_template_writes_is_found(worker, toy
     warnings = load(worker(tool_parser="mistral"), toy("q"))["warnings"]
     assert [one for one in warnings if "reads no call in it" in one]
     assert not [one for one in load(worker(), toy("q"))["warnings"] if "tool parser" in one]
+
+
+def test_with_the_tools_of_a_run_what_was_a_warning_ends_the_start(worker, toy, caplog):
+    tool = {"type": "function", "function": {"name": "wx", "parameters": {"type": "object", "properties": {}}}}
+    good = worker()
+    load(good, toy("q"))
+    caplog.clear()
+    good.check_tools([tool])
+    assert not caplog.records, "the same warnings are not told twice"
+    bad = worker(tool_parser="mistral")
+    load(bad, toy("q"))
+    with pytest.raises(ConfigError, match=r"reads no call in it; set policy\.tokenizer\.tool_parser"):
+        bad.check_tools([tool])
+    with pytest.raises(InfraError, match="not loaded"):
+        worker().check_tools([tool])
 
 
 def test_warnings_of_the_probe_go_to_the_log(worker, toy, monkeypatch, caplog):

@@ -6,15 +6,11 @@ as a run would, every one of them is rendered, and what does not fit is said in 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-
 from gymloop.config.plan import Plan
 from gymloop.gym.contract import Row
 from gymloop.gym.items import chat_tools
-from gymloop.gym.rows import rows_beyond_context
-from gymloop.gym.sources import build_sources, load_source_rows
-
-_SHOWN = 5
+from gymloop.gym.rows import first_prompt, rows_beyond_context
+from gymloop.gym.sources import build_sources, load_source_rows, shown_tools
 
 
 def check_deeply(plan: Plan) -> int:
@@ -44,27 +40,18 @@ def check_deeply(plan: Plan) -> int:
     folder = resolve_model(tokenizer.name or recipe.policy.model_name, key=key)
     ends = recipe.policy.generation.stop_token_ids
     renderer = Renderer.load(folder, plan.chat_template, tokenizer.chat_template_kwargs, ends, reader)
-    tools = {tool["name"]: tool for source in sources.values() for tool in source.tools}
+    tools = shown_tools(sources, [*train, *validation])
     findings = [
         (finding.severity, finding.what)
-        for finding in probe(renderer, generation_end_ids(folder) if ends is None else ends, chat_tools(tools.values()))
+        for finding in probe(renderer, generation_end_ids(folder) if ends is None else ends, chat_tools(tools))
     ]
     limit = recipe.policy.max_total_sequence_length
     for key, rows in (("train", train), ("validation", validation)):
-        found = rows_beyond_context(rows, renderer, limit)
-        findings += [("error", f"data.{key}: {what}") for what in _first(rows, found)]
+        lengths = renderer.prompt_lengths([first_prompt(row) for row in rows])
+        findings += [("error", f"data.{key}: {what}") for what in rows_beyond_context(rows, lengths, limit)]
     for severity, what in findings:
         print(f"  {severity:<11} {what}")
     errors = sum(severity == "error" for severity, _ in findings)
     rows_seen = f"{len(train)} training and {len(validation)} validation rows"
     print(f"  deep        {folder}: {rows_seen} rendered, {errors} errors, {len(findings) - errors} warnings")
     return 2 if errors else 0
-
-
-def _first(rows: Sequence[Row], found: Sequence[tuple[int, str]]) -> Iterator[str]:
-    """The first few rows that do not fit, and how many there are."""
-    for index, what in found[:_SHOWN]:
-        name = rows[index].get("id")
-        yield f"row {index + 1}{'' if name is None else f' (id {name!r})'}: {what}"
-    if len(found) > _SHOWN:
-        yield f"and {len(found) - _SHOWN} of {len(rows)} rows more"

@@ -91,6 +91,18 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
     parser.epilog = "The environment variable GYMLOOP_API_KEY, where it is set, is the key that clients must send."
 
 
+def _add_gym(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--version", metavar="VERSION", dest="gym_version", default="0.7.0", help="of nemo-gym (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--extra", metavar="PACKAGE", action="append", default=[], help="a package some server needs; may be repeated"
+    )
+    parser.add_argument(
+        "--python", metavar="PYTHON", default=sys.executable, help="3.11 or newer (default: the one that runs this)"
+    )
+
+
 def _port(text: str) -> int:
     if not text.isdecimal() or int(text) > 65535:
         raise argparse.ArgumentTypeError(f"{text!r} is no port; expected 0 to 65535")
@@ -133,6 +145,17 @@ def build_parser() -> argparse.ArgumentParser:
     fetch = deeds.add_parser("fetch", help="get a model ahead of a run and print its folder")
     fetch.add_argument("model", metavar="ID", help="a Hugging Face id, as in policy.model_name")
     fetch.set_defaults(module="gymloop.cli.models")
+
+    gym = verbs.add_parser("gym", help="NeMo Gym's servers: install them, and list what they offer")
+    deeds = gym.add_subparsers(title="deeds", metavar="DEED", dest="deed", required=True, parser_class=_Parser)
+    install = deeds.add_parser("install", help="make the environment they run in, once, and print its folder")
+    _add_gym(install)
+    install.set_defaults(module="gymloop.cli.gym")
+    listed = deeds.add_parser("list", help="print its resources servers and what each needs")
+    listed.add_argument("server", metavar="SERVER", nargs="?", help="one of them, with its config files")
+    listed.add_argument("--folder", metavar="FOLDER", help="another virtual environment that has nemo-gym")
+    _add_gym(listed)
+    listed.set_defaults(module="gymloop.cli.gym")
     return parser
 
 

@@ -84,7 +84,8 @@ def run(args: argparse.Namespace) -> int:
                 _attend(worker, progress, stop)
         finally:
             if in_flight := worker.traffic().in_flight:
-                progress.say(f"stopping; {in_flight} requests in flight are ended")
+                ended_ones = "1 request in flight is" if in_flight == 1 else f"{in_flight} requests in flight are"
+                progress.say(f"stopping; {ended_ones} ended")
             logging.getLogger("uvicorn").setLevel(logging.CRITICAL)  # it calls every such request an error
             ended = _close(worker, loader)
         progress.say(f"stopped by {signal.Signals(stop.number).name}")

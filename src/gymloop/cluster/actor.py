@@ -2,7 +2,8 @@
 
 The worker is read and built by the first call, not by the actor's constructor: what that raises arrives as itself, and
 heartbeats are answered while it imports torch. They have a thread of their own in the actor, so an update that takes
-minutes does not hold them up; a process that is stopped, or whose interpreter is stuck, answers none.
+minutes does not hold them up; a process that is stopped, or whose interpreter is stuck, answers none. The process
+notes its start and each call in its log, so that the log of one that is killed ends with what it was doing.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from weakref import WeakValueDictionary
 
 from gymloop.errors import GymloopError, InfraError
 from gymloop.lifeline import tie_to_parent
@@ -33,6 +35,10 @@ _STATES = {
     "t": "a debugger holds it",
     "Z": "it has ended",
 }
+
+
+_REMOTES: WeakValueDictionary[str, RayRemote] = WeakValueDictionary()
+"""By Ray's id of the actor: an error that came through another actor's call says no more of the dead one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +90,7 @@ class RayRemote:
             ray.cloudpickle.dumps(build), str(log_file)
         )
         self._node = ray.get_runtime_context().get_node_id()
+        _REMOTES[self._actor._actor_id.hex()] = self
 
     @property
     def name(self) -> str:
@@ -147,13 +154,16 @@ class RayRemote:
     def _translated(self, error: Exception, method: str) -> GymloopError:
         import ray
 
+        # First: a call whose argument another actor should have made fails with an error that is both.
+        if isinstance(error, ray.exceptions.RayActorError):
+            dead = _REMOTES.get(error.actor_id or "", self)
+            during = method if dead is self else f"its part in {method} of {self.name}"
+            return InfraError(f"{dead.name} died during {during}{dead._log_tail()}")
         if isinstance(error, ray.exceptions.RayTaskError):
             cause = error.cause
             if isinstance(cause, GymloopError):
                 return cause
             return InfraError(f"{self.name} failed in {method}: {type(cause).__name__}: {cause}{self._log_tail()}")
-        if isinstance(error, ray.exceptions.RayActorError):
-            return InfraError(f"{self.name} died during {method}{self._log_tail()}")
         return InfraError(f"{self.name} could not run {method}: {type(error).__name__}: {error}")
 
     def _log_tail(self, count: int = LOG_TAIL_LINES) -> str:
@@ -176,10 +186,15 @@ class _Host:
         self._build = build
         self._lock = threading.Lock()
         self._worker: Any = None
+        self._last_call = ""
+        _note(f"process {os.getpid()} started")
 
     def run(self, method: str, *args: Any) -> Any:
         import ray
 
+        if method != self._last_call:  # one that is polled fills no log
+            self._last_call = method
+            _note(method)
         with self._lock:
             if self._worker is None:
                 self._worker = ray.cloudpickle.loads(self._build)()
@@ -199,6 +214,11 @@ def _stat(pid: int) -> tuple[str, str] | None:
     except OSError:
         return None
     return fields[0], fields[19]
+
+
+def _note(text: str) -> None:
+    # Not through a buffer, which a process that is killed takes with it.
+    os.write(2, f"{time.strftime('%H:%M:%S')} {text}\n".encode())
 
 
 def _redirect_output(log_file: str) -> None:

@@ -8,7 +8,7 @@ starting, and its start has a deadline of its own. Time during which this proces
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any, NoReturn, Protocol
 
 from gymloop.errors import GymloopError, InfraError
@@ -40,9 +40,16 @@ class Health:
     Args:
         period_s: seconds between two checks of a part.
         unresponsive_after_s: a part that answers no check for this long has failed.
+        on_failure: told of the first failure the moment it is found; whoever waits for it may have to clean up first.
     """
 
-    def __init__(self, period_s: float, unresponsive_after_s: float) -> None:
+    def __init__(
+        self,
+        period_s: float,
+        unresponsive_after_s: float,
+        on_failure: Callable[[GymloopError], object] | None = None,
+    ) -> None:
+        self._on_failure = on_failure
         self._period_s = period_s
         self._patience_s = unresponsive_after_s
         self._watches: dict[Checked, asyncio.Task[None]] = {}
@@ -79,6 +86,8 @@ class Health:
         if self._failure is None:
             self._failure = error
             self._failed.set()
+            if self._on_failure is not None:
+                self._on_failure(error)
 
 
 async def _answered(part: Checked, patience_s: float) -> None:

@@ -53,8 +53,8 @@ class Document:
         problems: duplicate keys, syntax errors and the like.
         expressions: keys whose value was computed from ``${...}``, with that text.
         from_environment: those of them that hold something of the environment.
-        unresolved: keys without a value, such as those whose ``${...}`` has none; a problem says why, here or at what it
-            refers to.
+        unresolved: keys without a value, such as those whose ``${...}`` has none; a problem says why, here or at what
+            it refers to.
         hidden: values that no message may show, with what stands for them.
     """
 

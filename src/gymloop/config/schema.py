@@ -279,12 +279,16 @@ class Data(Section):
 
 
 class EnvironmentSpec(Section):
-    """One environment in-process."""
+    """One environment: a class in the run's own process or a server that runs already; exactly one of the two."""
 
-    entrypoint: str
+    entrypoint: str | None = None
     """``module:Class``, a subclass of ``gymloop.gym.Environment``."""
     kwargs: dict[str, Any] = {}
     """Arguments of its constructor."""
+    url: str | None = None
+    """``http://host:port`` of a server; a run waits for it and watches it, and neither starts nor ends it."""
+    agent: Literal["tool_calling", "gymnasium", "remote"] = "tool_calling"
+    """Who plays the rollouts of a server: its sessions and tools, its ``/step``, or its own agent behind ``/run``."""
 
 
 class Env(Section):

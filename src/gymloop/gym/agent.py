@@ -33,7 +33,7 @@ from gymloop.gym.tools import nearest
 from gymloop.rollouts.trajectory import Turn
 
 # Fields of responses_create_params that are the agent's business; every other one is the server's to accept or refuse.
-_OWN_FIELDS = {
+OWN_FIELDS = {
     "input",
     "instructions",
     "tools",
@@ -119,7 +119,7 @@ async def tool_calling(
     tools = chat_tools(flat_tools)
     names = [tool["name"] for tool in flat_tools]
     limit = min(max_tokens, params.get("max_output_tokens") or max_tokens)
-    extra = {key: value for key, value in params.items() if key not in _OWN_FIELDS and value is not None}
+    extra = {key: value for key, value in params.items() if key not in OWN_FIELDS and value is not None}
     one_call = params.get("parallel_tool_calls") is False
 
     for index in range(max_turns):
@@ -140,7 +140,7 @@ async def tool_calling(
                 raise
             conversation.truncated = True
             return
-        _record(conversation, reply, index)
+        record_turn(conversation, reply, index)
         messages.append(reply.message)
         if reply.finish_reason == "length":
             conversation.truncated = True
@@ -159,7 +159,7 @@ async def tool_calling(
     conversation.truncated = True
 
 
-def _record(conversation: Conversation, reply: ChatReply, index: int) -> None:
+def record_turn(conversation: Conversation, reply: ChatReply, index: int) -> None:
     """Append the turn and its items, the token bundle on the last one."""
     turn = reply.turn
     if turn.divergence is not None:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import threading
 import time
-from collections.abc import Awaitable, Callable
-from typing import Any, TypeVar
+from collections.abc import Awaitable
+from typing import TypeVar
 
 from gymloop.errors import InfraError
 
@@ -37,36 +35,3 @@ async def within(seconds: float, where: str, work: Awaitable[_T]) -> _T:
             cause="timeout",
         )
     return result
-
-
-async def in_thread(function: Callable[..., _T], *args: Any, **kwargs: Any) -> _T:
-    """Run a blocking function in a daemon thread of its own.
-
-    Unlike ``asyncio.to_thread`` a call that never returns neither takes a place in a pool nor holds up the exit of the
-    process.
-    """
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[_T] = loop.create_future()
-
-    def settle(result: _T | None, error: BaseException | None) -> None:
-        if future.done():  # the caller gave up
-            return
-        if error is not None:
-            future.set_exception(error)
-        else:
-            future.set_result(result)  # type: ignore[arg-type]
-
-    def run() -> None:
-        result: _T | None = None
-        error: BaseException | None = None
-        try:
-            result = function(*args, **kwargs)
-        except StopIteration as raised:  # a future refuses it
-            error = RuntimeError(f"{function.__qualname__} raised {raised!r}")
-        except BaseException as raised:  # noqa: BLE001 - handed to the awaiting task, which raises it
-            error = raised
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
-            loop.call_soon_threadsafe(settle, result, error)
-
-    threading.Thread(target=run, name=f"blocking-{function.__qualname__}", daemon=True).start()
-    return await future  # bounded: its callers are run by ``within``

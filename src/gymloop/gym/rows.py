@@ -7,13 +7,13 @@ U+0085 included, arrives as it was written. All bad lines are told together, up 
 from __future__ import annotations
 
 import codecs
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import orjson
 
-from gymloop.errors import ConfigError, DataError
+from gymloop.errors import ConfigError
 from gymloop.gym.contract import Row
 from gymloop.gym.items import chat_messages, chat_tools
 from gymloop.gym.tools import nearest
@@ -31,15 +31,6 @@ _NOT_TEXT = {
 """By first bytes: files that go by the name of .jsonl and are none."""
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 _SHOWN = 5
-
-
-class Renders(Protocol):
-    """What tells how many tokens a conversation has; ``tokens.renderer.Renderer`` does."""
-
-    def render(
-        self, messages: Sequence[Any], tools: Sequence[Any] | None = None, add_generation_prompt: bool = True
-    ) -> Sequence[int]:
-        """Ids of the conversation as the template writes it."""
 
 
 def read_jsonl(path: Path) -> list[tuple[int, dict[str, Any]]]:
@@ -139,30 +130,31 @@ def _repeated_id(number: int, row: Mapping[str, Any], seen: dict[Any, tuple[int,
     return f"id {name!r} is also that of line {first}, which is another row; ids have to differ"
 
 
-def rows_beyond_context(rows: Sequence[Row], renderer: Renders, limit: int, room: int = 1) -> list[tuple[int, str]]:
-    """Rows whose first prompt leaves no room for an answer, or that the template cannot render.
+def first_prompt(row: Row) -> tuple[list[dict[str, Any]], list[dict[str, Any]] | None]:
+    """Messages and tools of the first model call of a checked row."""
+    params = row["responses_create_params"]
+    return chat_messages(params["input"], params.get("instructions")), chat_tools(params.get("tools") or ()) or None
+
+
+def rows_beyond_context(rows: Sequence[Row], lengths: Sequence[int | str], limit: int) -> Iterator[str]:
+    """Rows whose first prompt leaves no room for a token of an answer, or that the template cannot render.
 
     Args:
         rows: checked ones.
-        renderer: of the run's tokenizer and template.
+        lengths: for each row the tokens of its ``first_prompt``, or why the template cannot render it.
         limit: ``policy.max_total_sequence_length``, tokens of prompt and answer together.
-        room: tokens that have to be left for the first answer.
 
     Returns:
-        (index into ``rows``, sentence), in order.
+        A sentence each for the first five, and one that counts the others.
     """
-    found: list[tuple[int, str]] = []
-    for index, row in enumerate(rows):
-        params = row["responses_create_params"]
-        try:
-            messages = chat_messages(params["input"], params.get("instructions"))
-            count = len(renderer.render(messages, chat_tools(params.get("tools") or ()) or None))
-        except DataError as error:
-            found.append((index, str(error)))
-            continue
-        if count + room > limit:
-            found.append((index, f"its first prompt has {count} tokens; policy.max_total_sequence_length is {limit}"))
-    return found
+    found = [index for index, length in enumerate(lengths) if isinstance(length, str) or length >= limit]
+    for index in found[:_SHOWN]:
+        name, length = rows[index].get("id"), lengths[index]
+        if not isinstance(length, str):
+            length = f"its first prompt has {length} tokens; policy.max_total_sequence_length is {limit}"
+        yield f"row {index + 1}{'' if name is None else f' (id {name!r})'}: {length}"
+    if len(found) > _SHOWN:
+        yield f"and {len(found) - _SHOWN} of {len(rows)} rows more"
 
 
 def check_row(row: Mapping[str, Any], tools: Mapping[str, Collection[Mapping[str, Any]] | None]) -> str | None:

@@ -13,16 +13,18 @@ import math
 import numbers
 import random
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import orjson
 
 from gymloop.errors import ConfigError, DataError, GymloopError, InfraError, PolicyError
 from gymloop.gym.contract import ROLLOUT_SEED, Row, Verdict
-from gymloop.gym.deadline import in_thread, within
+from gymloop.gym.deadline import within
 from gymloop.gym.environment import Call, Environment, overrides
 from gymloop.gym.items import Message, call_item, chat_call, chat_messages, chat_tools, message_item, output_item
 from gymloop.gym.tools import ToolError, nearest
+from gymloop.threads import in_thread
 
 _CLOSE_S = 10.0
 
@@ -172,7 +174,7 @@ class InProcessSession:
         where = f"environment {self._name}, {label}"
         try:
             if self.environment.blocking and not inspect.iscoroutinefunction(method):
-                return await in_thread(method, *args, **kwargs)
+                return await in_thread(partial(method, *args, **kwargs), label)
             result = method(*args, **kwargs)
             # bounded: the collector runs every call of a session by ``within``
             return await result if inspect.isawaitable(result) else result

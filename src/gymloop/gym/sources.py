@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import itertools
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any, TypeAlias
 
-from gymloop.config.schema import DataSource, Env
+from gymloop.config.schema import DataSource, Env, EnvironmentSpec
 from gymloop.errors import ConfigError
+from gymloop.gym.attached import AttachedEnvironment
 from gymloop.gym.contract import Row
 from gymloop.gym.environment import Environment
 from gymloop.gym.rows import read_rows
@@ -17,24 +20,39 @@ from gymloop.gym.session import InProcessSource
 from gymloop.gym.tools import nearest
 
 
-def build_sources(env: Env, base_dir: Path | None = None) -> dict[str, InProcessSource]:
-    """Import every environment of the recipe.
+Source: TypeAlias = InProcessSource | AttachedEnvironment
+
+
+def build_sources(env: Env, base_dir: Path | None = None) -> dict[str, Source]:
+    """Import every environment of the recipe that is a class; a server is not yet asked for anything.
 
     Args:
         env: the recipe's block.
         base_dir: folder of the recipe; modules beside it can be imported (it is searched last).
 
     Raises:
-        ConfigError: an entrypoint does not lead to a usable ``Environment``, or its kwargs do not fit.
+        ConfigError: an entrypoint does not lead to a usable ``Environment``, or its kwargs do not fit; a url is no
+            address.
     """
     if base_dir is not None and str(base_dir.resolve()) not in sys.path:
         sys.path.append(str(base_dir.resolve()))
-    return {
-        name: InProcessSource(
-            name, load_environment(spec.entrypoint, f"env.environments.{name}.entrypoint"), spec.kwargs
-        )
-        for name, spec in env.environments.items()
-    }
+    return {name: _source(name, spec) for name, spec in env.environments.items()}
+
+
+def _source(name: str, spec: EnvironmentSpec) -> Source:
+    where = f"env.environments.{name}"
+    if spec.url is not None:
+        return AttachedEnvironment(name, spec.url, spec.agent)
+    if spec.entrypoint is None:
+        raise ConfigError(f"{where}: expected entrypoint or url")
+    return InProcessSource(name, load_environment(spec.entrypoint, f"{where}.entrypoint"), spec.kwargs)
+
+
+def shown_tools(sources: Mapping[str, Source], rows: Iterable[Row]) -> list[Mapping[str, Any]]:
+    """Every flat tool that the model will see, by name: of the classes, and of the rows, which name a server's."""
+    of_rows = (tool for row in rows for tool in row["responses_create_params"].get("tools") or ())
+    of_classes = (tool for source in sources.values() for tool in source.tools or ())
+    return list({tool["name"]: tool for tool in itertools.chain(of_rows, of_classes)}.values())
 
 
 def load_environment(entrypoint: str, where: str) -> type[Environment]:
@@ -66,7 +84,7 @@ def load_environment(entrypoint: str, where: str) -> type[Environment]:
     return found
 
 
-def load_source_rows(source: DataSource, sources: Mapping[str, InProcessSource], base_dir: Path) -> list[Row]:
+def load_source_rows(source: DataSource, sources: Mapping[str, Source], base_dir: Path) -> list[Row]:
     """Rows of ``data.train`` or ``data.validation``, from the file or from the environment's generator.
 
     Raises:
@@ -81,4 +99,7 @@ def load_source_rows(source: DataSource, sources: Mapping[str, InProcessSource],
         raise ConfigError(f"data: '{name}' is not under env.environments{nearest(name, sources)}")
     if source.num_tasks is None:
         raise ConfigError(f"data: environment '{name}' generates tasks without end; say how many with num_tasks")
-    return sources[name].generate(source.num_tasks, source.seed)
+    generator = sources[name]
+    if not isinstance(generator, InProcessSource):
+        raise ConfigError(f"data: '{name}' is a server, and a server generates no tasks; give data_path instead")
+    return generator.generate(source.num_tasks, source.seed)

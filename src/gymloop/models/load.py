@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from gymloop import compat
 from gymloop.errors import ConfigError
 
 DTYPES = ("float32", "bfloat16")
@@ -26,6 +27,9 @@ _LONGEST_HEADER = 100 << 20
 """Bytes; the format's own limit."""
 _watching = threading.local()
 _install = threading.Lock()
+_default_type = threading.Lock()
+"""While transformers makes a model, torch's default type is the model's, in every thread of the process: two loads at
+once would give each other parameters of the wrong type, and leave a wrong default behind."""
 
 
 def load_causal_lm(folder: str | Path, dtype: str, device: str, on_bytes: OnBytes | None = None) -> Any:
@@ -53,10 +57,11 @@ def load_causal_lm(folder: str | Path, dtype: str, device: str, on_bytes: OnByte
     from transformers import AutoModelForCausalLM
 
     try:
-        with _watched(folder, on_bytes):
+        with _default_type, _watched(folder, on_bytes):
             model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype), local_files_only=True)
     except (OSError, ValueError, SafetensorError) as error:
         raise ConfigError(f"the model in {folder} cannot be loaded: {_first_line(error)}") from error
+    compat.apply_softcap(model)
     return model.to(device).eval()
 
 

@@ -50,6 +50,28 @@ class Progress:
         self._status: Status | None = None
         self._log: TextIO | None = None
         self._phase = ""
+        self._doing = ""
+        self._failed = False
+
+    @property
+    def doing(self) -> str:
+        """The phase the run is in; while it starts, or after that failed, the tasks that had not ended well."""
+        if self._doing:
+            return self._doing
+        return f"startup ({', '.join(task for task, event in self._tasks.items() if event.kind != 'done')})"
+
+    def failed(self, error: Exception) -> None:
+        """Say what the run was doing when it failed, at once, for the teardown takes its time; only the first time.
+
+        The log gets the whole error; the terminal its first line, because the command ends with the whole.
+        """
+        if self._failed:
+            return
+        self._failed = True
+        doing = self.doing
+        self.close()
+        self._write(f"failed in {doing}: {error}")
+        self._print(f"failed in {doing}: {str(error).partition(chr(10))[0]}")
 
     def log_to(self, path: Path) -> None:
         """Write lines and phases to this file too, from now on, after what it holds.
@@ -91,6 +113,7 @@ class Progress:
 
     def phase(self, text: str) -> None:
         """Show what the step is at, e.g. ``step 3: rollouts 12/32``, on a terminal until the next line."""
+        self._doing = text
         kind = re.sub(r"\d+", "#", text)
         if kind != self._phase:  # a count that goes up is the same phase
             self._phase = kind
@@ -112,7 +135,7 @@ class Progress:
     def say(self, text: str) -> None:
         """Print a line of its own."""
         self._write(text)
-        self.console.print(text, markup=False, soft_wrap=True)
+        self._print(text)
 
     def close(self) -> None:
         """Stop everything live; safe to call twice."""
@@ -122,6 +145,9 @@ class Progress:
             live.stop()
         if status is not None:
             status.stop()
+
+    def _print(self, text: str) -> None:
+        self.console.print(text, markup=False, soft_wrap=True)
 
     def _write(self, text: str) -> None:
         if self._log is None:

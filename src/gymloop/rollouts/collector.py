@@ -28,14 +28,13 @@ from dataclasses import dataclass
 
 from gymloop.config.schema import Rollouts
 from gymloop.errors import DataError, GymloopError, InfraError, PolicyError
-from gymloop.gym.agent import Conversation, tool_calling
-from gymloop.gym.contract import ROLLOUT_SEED, Row, Session, SessionSource
+from gymloop.gym.agent import Conversation
+from gymloop.gym.agents import Agent, Terms, agent_of
+from gymloop.gym.contract import Row, SessionSource
 from gymloop.gym.deadline import within
 from gymloop.gym.model_client import ModelClient, Profile
 from gymloop.rollouts.retry import backoff_s
 from gymloop.rollouts.trajectory import Failure, FailureKind, Group, Rollout, Trajectory
-
-_CLOSE_S = 10.0
 
 log = logging.getLogger(__name__)
 
@@ -65,7 +64,7 @@ class Collector:
     """Runs rollouts of any environment against one model.
 
     Attributes:
-        sources: environments by the name that rows carry in ``agent_ref``.
+        sources: by the name that rows carry in ``agent_ref``: an agent, or an environment for the ``tool_calling`` one.
         model: an open client.
         limits: concurrency, deadlines and attempts.
         max_turns: model calls per rollout.
@@ -74,7 +73,7 @@ class Collector:
         seed: of the run; with a rollout's ids it seeds the environment's session.
     """
 
-    sources: Mapping[str, SessionSource]
+    sources: Mapping[str, SessionSource | Agent]
     model: ModelClient
     limits: Rollouts
     max_turns: int
@@ -156,28 +155,17 @@ class Collector:
 
     async def _attempt(self, task: RolloutTask, attempt: int, conversation: Conversation) -> Trajectory:
         start = time.monotonic()
-        name = task.row["agent_ref"]["name"]
-        call_s = self.limits.call_timeout_s
-        conversation.where = where = f"environment {name}, seed_session"
-        row = {**task.row, ROLLOUT_SEED: rollout_seed(self.seed, task)}
-        session = await within(call_s, where, self.sources[name].seed_session(row))
-        try:
-            await tool_calling(
-                task.row,
-                session,
-                self.model,
-                conversation,
-                environment=name,
-                max_turns=self.max_turns,
-                max_tokens=self.max_tokens,
-                call_timeout_s=call_s,
-                profile=self.profile,
-                rollout_id=f"{task.group_id}/{task.sample_id}",
-            )
-            conversation.where = where = f"environment {name}, verify"
-            verdict = await within(call_s, where, session.verify(conversation.response()))
-        finally:
-            await _close(session, name)
+        terms = Terms(
+            max_turns=self.max_turns,
+            max_tokens=self.max_tokens,
+            call_timeout_s=self.limits.call_timeout_s,
+            deadline_s=self.limits.deadline_s,
+            profile=self.profile,
+            rollout_id=f"{task.group_id}/{task.sample_id}",
+            seed=rollout_seed(self.seed, task),
+        )
+        agent = agent_of(self.sources[task.row["agent_ref"]["name"]])
+        verdict = await agent.play(task.row, self.model, conversation, terms)
         return Trajectory(
             group_id=task.group_id,
             sample_id=task.sample_id,
@@ -231,11 +219,3 @@ def _failure(
 ) -> Failure:
     cause = error.cause
     return Failure(task.group_id, task.sample_id, attempt, kind, str(error), conversation.where, cause)
-
-
-async def _close(session: Session, name: str) -> None:
-    """Close a session whose rollout is already decided: a failure here is told and changes nothing."""
-    try:
-        await within(_CLOSE_S, f"environment {name}, close", session.close())
-    except (InfraError, DataError, PolicyError) as error:
-        log.warning("%s", error)

@@ -160,7 +160,8 @@ class App:
     async def _no_route(self, request: Request, error: Exception) -> Response:
         status = error.status_code if isinstance(error, HTTPException) else 500
         code = "method_not_allowed" if status == 405 else "no_such_route"
-        message = f"{request.method} {request.url.path} is not served"
+        message = f"{request.method} {request.url.path} is not served; "
+        message += "another method is" if status == 405 else f"these are: {', '.join(sorted(self._paths))}"
         reply = self._refuse(ApiError(status, code, message))
         if isinstance(error, HTTPException) and error.headers:
             reply.headers.update(error.headers)

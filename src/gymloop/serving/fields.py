@@ -21,6 +21,8 @@ _EXPECTED = {
     dict: "an object",
     list: "a list",
 }
+_SAME = (("messages", "input", "prompt"), ("max_tokens", "max_output_tokens", "max_completion_tokens"))
+"""What the routes call the same thing: names that resemble each other less than they resemble others."""
 Fields = Mapping[str, Any]
 """The fields that a request gives a value, by name."""
 
@@ -56,7 +58,10 @@ class Form:
         known = {*self.reads, *self.inert, *self.only, *sampling}
         for name in given:
             if name not in known:
-                near = difflib.get_close_matches(name, sorted(known), n=1)
+                meant = next(
+                    (other for names in _SAME if name in names for other in names if other in self.reads), None
+                )
+                near = [meant] if meant else difflib.get_close_matches(name, sorted(known), n=1)
                 hint = f"; did you mean {where}{near[0]}?" if near else ""
                 message = f"{where}{name} is not a field of this route{hint}"
                 raise ApiError(400, "unknown_field", message, f"{where}{name}")
@@ -120,7 +125,8 @@ def objects(given: Fields, name: str, limit: int) -> list[Mapping[str, Any]]:
     """
     value = given.get(name)
     if not isinstance(value, list) or not value or not all(isinstance(item, dict) for item in value):
-        raise ApiError(400, "invalid_type", f"{name} must be a list of objects, at least one", name)
+        shown = "missing" if value is None else "an empty list" if value == [] else show(value)
+        raise ApiError(400, "invalid_type", f"{name} is {shown}; expected a list of objects, at least one", name)
     if len(value) > limit:
         raise ApiError(400, "too_many", f"{name} has {len(value)} entries; this server takes {limit} at most", name)
     return value

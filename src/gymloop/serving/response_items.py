@@ -17,6 +17,7 @@ from gymloop.tokens.conversation import TOKEN_FIELDS
 
 Item = Mapping[str, Any]
 Message = dict[str, Any]
+_ROLES = ("user", "system", "developer")
 
 
 def output_items(message: Mapping[str, Any], status: str) -> list[dict[str, Any]]:
@@ -95,7 +96,11 @@ def chat_messages(value: Any, instructions: str | None, limit: int) -> list[Mess
             messages.append({"role": "tool", "tool_call_id": _string(item, "call_id", where), "content": output})
             open_turn = False
         elif kind == "message" and item.get("role") != "assistant":
-            messages.append({"role": item.get("role"), "content": _text(item.get("content"), f"{where}.content")})
+            role = item.get("role")
+            if role not in _ROLES:
+                message = f"{where}.role is {role!r}; expected one of {', '.join(_ROLES)} or assistant"
+                raise ApiError(400, "invalid_value", message, f"{where}.role")
+            messages.append({"role": role, "content": _text(item.get("content"), f"{where}.content")})
             open_turn = False
         else:
             if not open_turn:

@@ -19,6 +19,7 @@ from gymloop.serving.guard import SURFACE, Wish, check_off, read_wish
 from gymloop.serving.refusal import ApiError, token_ids
 from gymloop.serving.response_items import chat_messages, output_items
 from gymloop.serving.turn import Terms, Turn
+from gymloop.tokens.conversation import MAX_DEPTH, nested_beyond
 
 FORM = Form(
     reads=frozenset(
@@ -81,6 +82,10 @@ def read_responses(body: Any, terms: Terms) -> ResponsesRequest:
     wish = _wish(given, terms)
     _check_include(given)
     instructions = typed(given, "instructions", str)
+    metadata = typed(given, "metadata", dict, {})
+    if nested_beyond(metadata, MAX_DEPTH):
+        message = f"metadata is nested deeper than {MAX_DEPTH} levels; a reply could not repeat it"
+        raise ApiError(400, "invalid_value", message, "metadata")
     conversation = Conversation(
         chat_messages(given.get("input"), instructions, terms.limits.max_messages),
         _tools(given, terms.limits.max_tools),
@@ -104,7 +109,7 @@ def read_responses(body: Any, terms: Terms) -> ResponsesRequest:
         "tools": given.get("tools", []),
         "tool_choice": given.get("tool_choice", "auto"),
         "parallel_tool_calls": typed(given, "parallel_tool_calls", bool, True),
-        "metadata": typed(given, "metadata", dict, {}),
+        "metadata": metadata,
         "temperature": wish.temperature,
         "top_p": wish.top_p,
         "max_output_tokens": chat.max_tokens,

@@ -47,12 +47,14 @@ class ServiceRoutes:
         return json_reply(self._model_card())
 
     def _model_card(self) -> dict[str, Any]:
+        engine = self._state.now().engine
         return {
             "id": self._state.model_name,
             "object": "model",
             "created": self._started_at,
             "owned_by": "gymloop",
-            "max_model_len": self._state.now().engine.max_model_len,
+            "max_model_len": engine.max_model_len,
+            "weight_version": engine.weight_version,
         }
 
     async def tokenize(self, request: Request) -> Response:

@@ -45,9 +45,9 @@ class EventStream:
             # bounded: by the request's time, which the events keep
             await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
         except asyncio.CancelledError:
-            await self._end(work, gone)
-            if self._begun and work.cancelled():
-                await self._fail(server_closing(), send)
+            if self._begun and not work.done():
+                work.cancel()
+                await self._fail(server_closing(), send)  # first of all: the loop ends soon, and waits for nobody
             raise
         finally:
             await self._end(work, gone)

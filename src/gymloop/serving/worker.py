@@ -86,6 +86,7 @@ class EngineWorker:
     def __init__(self, spec: EngineSpec) -> None:
         self._spec = spec
         self._lock = threading.Lock()
+        self._rendering = threading.Lock()  # calls come in threads of their own, and a renderer serves one at a time
         self._engine: TorchEngine | None = None
         self._renderer: Renderer | None = None
         self._closed = False
@@ -242,7 +243,8 @@ class EngineWorker:
         self._loaded()
         if self._renderer is None:
             raise InfraError("the tokenizer is not loaded yet")
-        return self._probed(self._renderer, tools)
+        with self._rendering:
+            return self._probed(self._renderer, tools)
 
     def _size(self, folder: Path, precision: str, device: str) -> tuple[int, int]:
         """Context length and rows of the engine: as given, else what model and memory allow."""
@@ -305,6 +307,19 @@ class EngineWorker:
         """Version of the weights the next token is sampled with."""
         return self._loaded().weight_version
 
+    def prompt_lengths(
+        self, prompts: Sequence[tuple[Sequence[Mapping[str, Any]], Sequence[Mapping[str, Any]] | None]]
+    ) -> list[int | str]:
+        """Tokens of each conversation, or why the template cannot render it.
+
+        Args:
+            prompts: chat messages, and tools or None.
+        """
+        self._loaded()
+        if self._renderer is None:
+            raise InfraError("the tokenizer is not loaded yet")
+        return self._renderer.prompt_lengths(prompts)
+
     def render_demonstrations(
         self, demonstrations: Sequence[Mapping[str, Any]]
     ) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
@@ -315,8 +330,9 @@ class EngineWorker:
         """
         self._loaded()
         if self._renderer is None:
-            raise ConfigError("demonstrations can be rendered once the tokenizer is loaded")
-        return [self._renderer.demonstration(demo["messages"], demo.get("tools")) for demo in demonstrations]
+            raise InfraError("the tokenizer is not loaded yet")
+        with self._rendering:
+            return [self._renderer.demonstration(demo["messages"], demo.get("tools")) for demo in demonstrations]
 
     def close(self) -> None:
         """End the server, then the engine. Safe to call twice."""

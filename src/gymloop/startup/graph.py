@@ -27,10 +27,11 @@ from typing import Any, Literal, TypeVar
 
 from gymloop.errors import GymloopError
 from gymloop.startup.order import dependency_order
+from gymloop.startup.settling import settle
 from gymloop.startup.task import Event, StartupError, Task, Undo
 from gymloop.startup.teardown import Teardown, sentence
-from gymloop.startup.threads import in_thread, settle
 from gymloop.startup.timeline import Outcome, Record, Timeline
+from gymloop.threads import in_thread
 
 logger = logging.getLogger(__name__)
 

@@ -7,8 +7,9 @@ import inspect
 import logging
 
 from gymloop.errors import GymloopError
+from gymloop.startup.settling import settle
 from gymloop.startup.task import Undo
-from gymloop.startup.threads import in_thread, settle
+from gymloop.threads import in_thread
 
 logger = logging.getLogger(__name__)
 

@@ -20,7 +20,7 @@ Tool = Mapping[str, Any]
 TOKEN_FIELDS = ("prompt_token_ids", "generation_token_ids", "generation_log_probs")
 """NeMo Gym's bundle: what a message carries beside its text; no template sees it."""
 MAX_DEPTH = 100
-"""Levels of a tool's schema and of a call's arguments; templates walk them by recursion, and Python's stack is finite."""
+"""Levels of a tool's schema and of a call's arguments; templates walk them by recursion, and the stack is finite."""
 
 
 class ConversationError(DataError):

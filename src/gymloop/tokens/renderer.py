@@ -8,7 +8,7 @@ agree: for turns as the template writes them, extending equals rendering.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -221,6 +221,16 @@ class Renderer:
             return False  # without the decoding: this is asked of every prompt
         last = next((i for i in range(len(prompt_ids) - 1, -1, -1) if prompt_ids[i] in self._encoder.special_ids), 0)
         return self.reader.opened_by(self.decode(prompt_ids[max(last, len(prompt_ids) - _MAX_HEADER) :]))
+
+    def prompt_lengths(self, prompts: Iterable[tuple[Sequence[Message], Sequence[Tool] | None]]) -> list[int | str]:
+        """Tokens of each conversation, or why the template cannot render it."""
+        lengths: list[int | str] = []
+        for messages, tools in prompts:
+            try:
+                lengths.append(len(self.render(messages, tools)))
+            except DataError as error:
+                lengths.append(str(error))
+        return lengths
 
     def demonstration(
         self, messages: Sequence[Message], tools: Sequence[Tool] | None = None

@@ -23,13 +23,17 @@ from gymloop.cluster.actor import RayRemote
 from gymloop.cluster.health import Health
 from gymloop.cluster.local import RayCluster
 from gymloop.cluster.remote import Remote
-from gymloop.config.plan import ActorThreads, Plan
+from gymloop.config.plan import ActorThreads, Plan, SamplingProfile
 from gymloop.errors import ConfigError, InfraError
+from gymloop.gym.agents import Agent
+from gymloop.gym.attached import AttachedEnvironment
+from gymloop.gym.contract import SessionSource
+from gymloop.gym.items import chat_tools
 from gymloop.gym.loader import GroupLoader
-from gymloop.gym.model_client import ModelClient
-from gymloop.gym.rows import read_jsonl
+from gymloop.gym.model_client import ModelClient, Profile
+from gymloop.gym.rows import first_prompt, read_demonstrations, rows_beyond_context
 from gymloop.gym.session import InProcessSource, demonstrate
-from gymloop.gym.sources import build_sources, load_source_rows
+from gymloop.gym.sources import Source, build_sources, load_source_rows, shown_tools
 from gymloop.lifeline import tied
 from gymloop.models.identity import model_identity
 from gymloop.models.resolve import resolve_model
@@ -55,6 +59,8 @@ LOAD_LIMIT_S = 86400.0
 """Of one load. Its task's deadline, which progress extends, ends one that is stuck long before."""
 POLL_S = 1.0
 SAID_BYTES = 8192
+ROWS_AT_ONCE = 256
+"""Rendered by one call of the engine's worker, so that a deadline can see progress."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +104,7 @@ async def start_run(
     results = started.results
     recipe = plan.recipe
     collector = Collector(
-        sources=results["environments"],
+        sources=_agents(plan, results["environments"], results["client"]),
         model=results["client"],
         limits=recipe.rollouts,
         max_turns=recipe.grpo.max_rollout_turns,
@@ -150,9 +156,10 @@ def startup_tasks(plan: Plan, checkpoint: Checkpoint | None, health: Health, sto
         task("model", partial(_model, plan, checkpoint)),
         task("engine", partial(_engine, plan), ("server", "model")),
         task("policy", partial(_policy, plan, checkpoint, health), ("ray", "model")),
-        task("environments", partial(_environments, plan)),
+        task("environments", partial(_environments, plan, health)),
         task("data", partial(_data, plan, checkpoint), ("environments",)),
-        task("tools", partial(_tools, plan), ("environments", "engine", "server")),
+        task("lengths", partial(_lengths, plan), ("data", "engine", "server")),
+        task("tools", partial(_tools, plan), ("environments", "data", "engine", "server")),
         task("client", partial(_client, plan), ("server",), teardown=lambda client: client.close()),
         task(
             "demonstrations", partial(_demonstrations, plan, checkpoint), ("data", "environments", "engine", "server")
@@ -209,8 +216,8 @@ async def _model(plan: Plan, checkpoint: Checkpoint | None, ctx: Context) -> Fol
     identity = {"name": policy.model_name, **await ctx.in_thread(model_identity, model)}
     if checkpoint is not None:
         check_model(checkpoint, identity)
-    tokenizer = model if policy.tokenizer.name is None else await _fetched(
-        policy.tokenizer.name, "policy.tokenizer.name", ctx
+    tokenizer = (
+        model if policy.tokenizer.name is None else await _fetched(policy.tokenizer.name, "policy.tokenizer.name", ctx)
     )
     return Folders(model, tokenizer, identity)
 
@@ -310,9 +317,37 @@ async def _policy(plan: Plan, checkpoint: Checkpoint | None, health: Health, ctx
     return remote
 
 
-async def _environments(plan: Plan, ctx: Context) -> dict[str, InProcessSource]:
+async def _environments(plan: Plan, health: Health, ctx: Context) -> dict[str, Source]:
     ctx.progress("the environments' modules")
-    return await ctx.in_thread(build_sources, plan.recipe.env, plan.recipe_path.parent)
+    sources = await ctx.in_thread(build_sources, plan.recipe.env, plan.recipe_path.parent)
+    attached = [source for source in sources.values() if isinstance(source, AttachedEnvironment)]
+    if attached:
+        ctx.progress(f"an answer of {', '.join(server.name for server in attached)}")
+        # bounded: each by the startup's deadline
+        await asyncio.gather(*(_attach(plan, health, server, ctx) for server in attached))
+    return sources
+
+
+async def _attach(plan: Plan, health: Health, server: AttachedEnvironment, ctx: Context) -> None:
+    """Wait for an environment's server, and watch it until the teardown."""
+    limits = plan.recipe.rollouts
+    ctx.on_teardown(server.close)
+    await server.open(call_timeout_s=limits.call_timeout_s, max_connections=limits.max_concurrency)
+    await server.ready(plan.recipe.startup.deadline_s)
+    health.watch(server)
+    ctx.on_teardown(partial(health.forget, server))
+
+
+def _agents(plan: Plan, sources: Mapping[str, Source], model: ModelClient) -> dict[str, SessionSource | Agent]:
+    """What rollouts of each environment are played with."""
+    train = plan.train_sampling
+    profiles: dict[Profile, SamplingProfile] = {"train": train, "validation": plan.validation_sampling or train}
+    # What a Responses body can say of them; the rest the generation server fills in.
+    sampling = {name: {"temperature": said.temperature, "top_p": said.top_p} for name, said in profiles.items()}
+    return {
+        name: source.agent(model, sampling) if isinstance(source, AttachedEnvironment) else source
+        for name, source in sources.items()
+    }
 
 
 async def _data(plan: Plan, checkpoint: Checkpoint | None, ctx: Context) -> dict[str, Any]:
@@ -342,15 +377,11 @@ async def _demonstrations(plan: Plan, checkpoint: Checkpoint | None, ctx: Contex
     if not wanted or checkpoint is not None:
         return []
     if plan.sft_data_path is not None:
-        lines = await ctx.in_thread(read_jsonl, plan.sft_data_path)
-        conversations = [row for _, row in lines]
-        for number, row in lines:
-            if not isinstance(row.get("messages"), list):
-                raise ConfigError(f"{plan.sft_data_path} line {number}: a demonstration needs a list 'messages'")
+        conversations = await ctx.in_thread(read_demonstrations, plan.sft_data_path)
     else:
         sources = ctx.results["environments"]
         rows = ctx.results["data"]["rows"][:wanted]
-        conversations = [await demonstrate(sources[row["agent_ref"]["name"]], row) for row in rows]
+        conversations = [await demonstrate(_solver(sources, row["agent_ref"]["name"]), row) for row in rows]
     if len(conversations) < wanted:
         raise ConfigError(
             f"sft_warmup takes {warmup.steps} x {warmup.batch_size} = {wanted} demonstrations, "
@@ -360,13 +391,37 @@ async def _demonstrations(plan: Plan, checkpoint: Checkpoint | None, ctx: Contex
     return await remote.call("render_demonstrations", conversations[:wanted], timeout=plan.recipe.startup.deadline_s)
 
 
+def _solver(sources: Mapping[str, Source], name: str) -> InProcessSource:
+    source = sources[name]
+    if not isinstance(source, InProcessSource):
+        raise ConfigError(f"sft_warmup: {name!r} is a server, and a server has no solver; give sft_warmup.data_path")
+    return source
+
+
+async def _lengths(plan: Plan, ctx: Context) -> None:
+    """Refuse rows that leave no room for an answer before the first step meets one of them."""
+    data, remote = ctx.results["data"], ctx.results["server"]["remote"]
+    limit = plan.recipe.policy.max_total_sequence_length
+    said = []
+    for key, rows in (("data.train", data["rows"]), ("data.validation", data["validation"])):
+        lengths: list[int | str] = []
+        for first in range(0, len(rows), ROWS_AT_ONCE):
+            ctx.progress(f"the prompts of {key}, {first} of {len(rows)}")
+            prompts = [first_prompt(row) for row in rows[first : first + ROWS_AT_ONCE]]
+            lengths += await remote.call("prompt_lengths", prompts, timeout=plan.recipe.startup.deadline_s)
+        said += [f"{key}: {what}" for what in rows_beyond_context(rows, lengths, limit)]
+    if said:
+        raise ConfigError("; ".join(said))
+
+
 async def _tools(plan: Plan, ctx: Context) -> None:
     """Prove that the template shows the run's tools and that the parser reads what it writes of them."""
-    tools = {tool["name"]: tool for source in ctx.results["environments"].values() for tool in source.tools}
+    data = ctx.results["data"]
+    tools = shown_tools(ctx.results["environments"], [*data["rows"], *data["validation"]])
     if tools:
         ctx.progress("the template and the parser, with the tools of the environments")
         remote = ctx.results["server"]["remote"]
-        await remote.call("check_tools", chat_tools(tools.values()), timeout=plan.recipe.startup.deadline_s)
+        await remote.call("check_tools", chat_tools(tools), timeout=plan.recipe.startup.deadline_s)
 
 
 async def _client(plan: Plan, ctx: Context) -> ModelClient:

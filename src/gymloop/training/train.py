@@ -12,7 +12,7 @@ from contextlib import ExitStack
 from gymloop.cluster.health import Health, first_failure
 from gymloop.config.dump import as_yaml
 from gymloop.config.plan import Plan
-from gymloop.errors import ConfigError, InfraError
+from gymloop.errors import ConfigError, GymloopError, InfraError
 from gymloop.files import held
 from gymloop.lifeline import reaped
 from gymloop.observe.curve import draw_png, draw_text, read_curve
@@ -56,9 +56,9 @@ async def train(plan: Plan, *, resume: bool = False, sequential: bool = False) -
     if task is None:
         raise RuntimeError("train runs as a task of an event loop")
     limits = plan.recipe.health
-    health = Health(limits.check_period_s, limits.unresponsive_after_s)
     watchdog = LoopWatchdog("the run's event loop", limits.loop_lag_s)
     with reaped(), stop.installed(task), watchdog, Progress() as progress, ExitStack() as files:
+        health = Health(limits.check_period_s, limits.unresponsive_after_s, progress.failed)
         store = CheckpointStore(plan.run_dir / "checkpoints", Retention.of(plan.recipe.checkpointing))
         transcripts = Transcripts(plan.run_dir / "trajectories")
         hold_folder(plan, files)
@@ -93,8 +93,14 @@ async def train(plan: Plan, *, resume: bool = False, sequential: bool = False) -
                 raise
             progress.say("stopped while starting; nothing was trained")
             return stop.exit_code
+        except GymloopError as error:
+            progress.failed(error)
+            raise
         try:
             exit_code = await until_stopped(run)
+        except GymloopError as error:
+            progress.failed(error)
+            raise
         finally:
             await give_back(started, stop)
         summarise(plan, progress)

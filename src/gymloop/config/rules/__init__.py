@@ -10,11 +10,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from gymloop.config.rules import availability, files, learning, limits, saving
+from gymloop.config.rules import availability, environments, files, learning, limits, saving
 from gymloop.config.rules.violation import Rule, Violation
 from gymloop.config.schema import Recipe
 
-RULES: tuple[Rule, ...] = (*availability.RULES, *learning.RULES, *limits.RULES, *saving.RULES, *files.RULES)
+RULES: tuple[Rule, ...] = (
+    *availability.RULES,
+    *learning.RULES,
+    *limits.RULES,
+    *saving.RULES,
+    *files.RULES,
+    *environments.RULES,
+)
 
 
 def violations(recipe: Recipe, folder: Path) -> Iterator[Violation]:

@@ -1,8 +1,7 @@
-"""Rules about what lies outside the recipe: files, environments, parsers."""
+"""Rules about what lies outside the recipe: files, parsers."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -40,17 +39,6 @@ def _data_source(key: str, source: DataSource, recipe: Recipe, folder: Path) -> 
         )
     if source.num_tasks is None:
         yield Violation((tasks_key, environment_key), "missing; with environment, the number of tasks to generate")
-
-
-def _entrypoints(recipe: Recipe, _folder: Path) -> Iterator[Violation]:
-    if not recipe.env.environments:
-        yield Violation(("env.environments",), "is empty, so nothing gives a reward; expected at least one environment")
-    for name, spec in recipe.env.environments.items():
-        if not re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", spec.entrypoint):
-            yield Violation(
-                (f"env.environments.{name}.entrypoint",),
-                f"{spec.entrypoint!r} names no class; expected 'module:Class' such as 'my_gym.tasks:Sorting'",
-            )
 
 
 def _template(recipe: Recipe, folder: Path) -> Iterator[Violation]:
@@ -95,4 +83,4 @@ def _file(key: str, name: str | None, folder: Path) -> Iterator[Violation]:
     yield Violation((key,), f"there is no file {path}{did_you_mean(path.name, siblings)}")
 
 
-RULES: tuple[Rule, ...] = (_data, _entrypoints, _template, _parsers)
+RULES: tuple[Rule, ...] = (_data, _template, _parsers)

@@ -1,0 +1,287 @@
+"""One environment server over HTTP: a body is posted, and what comes back is a whole reply or an error that names it.
+
+| what happens | error | cause |
+| --- | --- | --- |
+| connection refused, for as long as the caller waits | ``InfraError`` | ``disconnect`` |
+| connection lost, also in the middle of a body | ``InfraError`` | ``disconnect`` |
+| no whole reply in time | ``InfraError`` | ``timeout`` |
+| 429 for as long as the caller waits | ``InfraError`` | ``busy`` |
+| 5xx, or the server lost the session | ``InfraError`` | ``server_error`` |
+| a page, a redirect, a body over the bound or that is not what was asked for | ``InfraError`` | ``bad_reply`` |
+| 401, 403, 404, 405 to the call that opens a session | ``ConfigError`` | ``refused`` |
+| any other 4xx | ``DataError`` | ``refused`` |
+
+A request that may have had an effect is never repeated. Asked again, within the call's deadline, is only what the
+server did not take on: any request it answered with 429 and ``Retry-After``; and a request that opens a session, where
+the connection was refused or the answer was 503 with ``Retry-After``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import re
+import time
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import aiohttp
+import orjson
+
+from gymloop.errors import ConfigError, DataError, GymloopError, InfraError
+
+_WRONG_ADDRESS = {401, 403, 404, 405}
+_RECONNECT_S = 0.25
+_SHORTEST_WAIT_S = 0.05
+# What NeMo Gym's servers say to a session they do not know, as after a restart; an exact sentence in ``detail``, since
+# other 4xx bodies may repeat what the model wrote.
+_LOST = re.compile(
+    r"(session not initialized|no active [\w ]{1,40})\. (please )?call /?(seed_session|reset) first\.?", re.IGNORECASE
+)
+
+
+class Cookies:
+    """What one session's server has set; sent back exactly as it came."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, str] = {}
+
+    def take(self, set_cookie: str) -> None:
+        """Remember one ``Set-Cookie`` header."""
+        name, equals, value = set_cookie.partition(";")[0].partition("=")
+        if equals:
+            self._values[name.strip()] = value.strip()
+
+    def header(self) -> str:
+        """The ``Cookie`` header; empty when nothing was set."""
+        return "; ".join(f"{name}={value}" for name, value in self._values.items())
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """A whole reply.
+
+    Attributes:
+        url: that was posted to.
+        status: HTTP status.
+        content_type: media type without parameters; empty when the server gave none.
+        raw: body.
+    """
+
+    url: str
+    status: int
+    content_type: str
+    raw: bytes
+
+    @property
+    def is_page(self) -> bool:
+        """Whether the body is an HTML page, by its type or its first bytes."""
+        start = self.raw[:64].lstrip().lower()
+        return self.content_type in ("text/html", "application/xhtml+xml") or start.startswith((b"<!doctype", b"<html"))
+
+    def text(self) -> str:
+        """The body as text.
+
+        Raises:
+            InfraError: it is not UTF-8.
+        """
+        try:
+            return self.raw.decode()
+        except UnicodeDecodeError as error:
+            raise InfraError(f"{self.url}: replied with bytes that are not UTF-8", cause="bad_reply") from error
+
+    def value(self) -> Any:
+        """The JSON value in the body of a 2xx reply.
+
+        Raises:
+            GymloopError: see the module.
+        """
+        if not 200 <= self.status < 300 or self.is_page:
+            raise self.error()
+        try:
+            return orjson.loads(self.raw)
+        except orjson.JSONDecodeError as error:
+            raise InfraError(
+                f"{self.url}: replied with what is not JSON ({error.msg}): {self._start()}", cause="bad_reply"
+            ) from error
+
+    def json(self) -> dict[str, Any]:
+        """As ``value``, which is an object.
+
+        Raises:
+            GymloopError: see the module.
+        """
+        value = self.value()
+        if not isinstance(value, dict):
+            raise InfraError(f"{self.url}: replied with {self._start()}; expected a JSON object", cause="bad_reply")
+        return value
+
+    def error(self, *, opens: bool = False) -> GymloopError:
+        """The error that this reply stands for.
+
+        Args:
+            opens: the request opens a session, so that a wrong address is the recipe's mistake.
+        """
+        said = f"{self.url}: {self.status}: {self._start()}"
+        if self.status >= 500 or self.status == 408:
+            return InfraError(said, cause="server_error")
+        if self.is_page:
+            return InfraError(f"{self.url}: {self.status}, and an HTML page: {self._start()}", cause="bad_reply")
+        if self.status < 400:
+            return InfraError(f"{said}; expected 200 and a body", cause="bad_reply")
+        if self.status == 429:
+            return InfraError(said, cause="busy")
+        if self.lost_session:
+            return InfraError(f"{self.url}: the server lost the session: {self._start()}", cause="server_error")
+        if self.status in _WRONG_ADDRESS:
+            return ConfigError(said, cause="refused") if opens else InfraError(said, cause="bad_reply")
+        return DataError(said, cause="refused")
+
+    @property
+    def lost_session(self) -> bool:
+        """Whether the server says that it does not know this session."""
+        if self.status not in (400, 404, 410) or len(self.raw) > 500:
+            return False
+        try:
+            value = orjson.loads(self.raw)
+        except orjson.JSONDecodeError:
+            return False
+        detail = value.get("detail") if isinstance(value, dict) else None
+        return isinstance(detail, str) and _LOST.fullmatch(detail) is not None
+
+    def _start(self) -> str:
+        return repr(self.raw[:200].decode(errors="replace")) if self.raw else "an empty body"
+
+
+class HttpServer:
+    """The connections to one server, for one event loop. Use it as an async context manager.
+
+    Args:
+        base_url: such as ``http://127.0.0.1:9000``.
+        call_timeout_s: wall time of one call, its repeats included; seconds.
+        refused_s: how long a server that refuses connections is asked again by a call that opens a session; seconds.
+        max_reply_bytes: size of a reply's body at most.
+        max_connections: open at once.
+
+    Raises:
+        ConfigError: ``base_url`` is not an HTTP address.
+    """
+
+    def __init__(
+        self,
+        base_url: str,
+        *,
+        call_timeout_s: float,
+        refused_s: float = 5.0,
+        max_reply_bytes: int = 64 * 2**20,
+        max_connections: int = 1024,
+    ) -> None:
+        if not re.match(r"https?://[^/\s]+", base_url):
+            raise ConfigError(f"'{base_url}' is not an address of a server; expected http://host:port")
+        self.base_url = base_url.rstrip("/")
+        self.call_timeout_s = call_timeout_s
+        self._refused_s = refused_s
+        self._max_reply_bytes = max_reply_bytes
+        self._max_connections = max_connections
+        self._http: aiohttp.ClientSession | None = None
+
+    async def __aenter__(self) -> HttpServer:
+        self._http = aiohttp.ClientSession(
+            # Idle connections are dropped before the server drops them, else a request can meet a closing one.
+            connector=aiohttp.TCPConnector(limit=self._max_connections, keepalive_timeout=2.0),
+            cookie_jar=aiohttp.DummyCookieJar(),  # each session has cookies of its own
+            timeout=aiohttp.ClientTimeout(total=self.call_timeout_s),
+        )
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Close the connections; safe to call twice."""
+        if self._http is not None:
+            await self._http.close()
+            self._http = None
+
+    async def post(
+        self, route: str, body: Any, cookies: Cookies, *, opens: bool = False, timeout_s: float | None = None
+    ) -> Reply:
+        """Post ``body`` as JSON and read the whole reply, whatever its status.
+
+        Args:
+            route: with its leading slash.
+            body: JSON values; tuples are lists.
+            cookies: sent, and updated from the reply.
+            opens: the request opens a session; see the module for what is asked again.
+            timeout_s: instead of ``call_timeout_s``.
+
+        Raises:
+            InfraError: there is no whole reply.
+        """
+        if self._http is None:
+            raise RuntimeError("the server's client is not open; use it as 'async with ...'")
+        url = self.base_url + route
+        data = orjson.dumps(body)
+        began = time.monotonic()
+        seconds = self.call_timeout_s if timeout_s is None else timeout_s
+        while True:  # bounded: by ``seconds``, which every branch that goes on has compared with
+            left = began + seconds - time.monotonic()
+            try:
+                reply, retry_after = await self._once(self._http, url, data, cookies, max(left, 0.001))
+            except aiohttp.ClientConnectorError as error:
+                taken = time.monotonic() - began
+                if not opens or taken + _RECONNECT_S > min(self._refused_s, seconds):
+                    waited = f" for {taken:.1f} s" if opens else ""
+                    raise InfraError(f"{url}: no connection{waited}: {error}", cause="disconnect") from error
+                wait = _RECONNECT_S
+            except TimeoutError as error:
+                raise InfraError(f"{url}: no reply within {seconds:g} s", cause="timeout") from error
+            except aiohttp.ClientError as error:
+                raise InfraError(
+                    f"{url}: lost the connection: {type(error).__name__}: {error}", cause="disconnect"
+                ) from error
+            else:
+                not_taken_on = reply.status == 429 or (opens and reply.status == 503)
+                asked = _seconds(retry_after) if not_taken_on else None
+                if asked is None:
+                    return reply
+                wait = asked
+                if time.monotonic() + wait > began + seconds:
+                    raise InfraError(
+                        f"{url}: still {reply.status} after {time.monotonic() - began:.1f} s, and asks to wait "
+                        f"{wait:g} s more; the call has {seconds:g} s",
+                        cause="busy",
+                    )
+            await asyncio.sleep(wait)
+
+    async def _once(
+        self, http: aiohttp.ClientSession, url: str, data: bytes, cookies: Cookies, seconds: float
+    ) -> tuple[Reply, str | None]:
+        headers = {"content-type": "application/json"}
+        if cookie := cookies.header():
+            headers["cookie"] = cookie
+        timeout = aiohttp.ClientTimeout(total=seconds)
+        async with http.post(url, data=data, headers=headers, timeout=timeout, allow_redirects=False) as response:
+            chunks: list[bytes] = []
+            size = 0
+            async for chunk in response.content.iter_any():
+                size += len(chunk)
+                if size > self._max_reply_bytes:
+                    raise InfraError(f"{url}: the reply has over {self._max_reply_bytes} bytes", cause="bad_reply")
+                chunks.append(chunk)
+            for header in response.headers.getall("set-cookie", ()):
+                cookies.take(header)
+            kind = response.content_type if "content-type" in response.headers else ""
+            return Reply(url, response.status, kind, b"".join(chunks)), response.headers.get("retry-after")
+
+
+def _seconds(retry_after: str | None) -> float | None:
+    """Value of a ``Retry-After`` header in seconds; None when absent or a date."""
+    try:
+        value = float(retry_after or "")
+    except ValueError:
+        return None
+    return max(_SHORTEST_WAIT_S, value) if math.isfinite(value) else None
