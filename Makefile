@@ -17,12 +17,13 @@ unexport PYTHONDONTWRITEBYTECODE
 FIND_LINKS = $${PIP_FIND_LINKS:-$$($(BIN)/python -m pip config get global.find-links 2>/dev/null || true)}
 INSTALL = UV_FIND_LINKS="$(FIND_LINKS)" $(BIN)/uv pip install --quiet --python $(BIN)/python
 
-.PHONY: help quickstart test test-slow test-corners lint types bench clean
+.PHONY: help quickstart test test-slow test-integration test-corners lint types bench clean
 
 help:
 	@echo "make quickstart   install, get the model, train it on a tool-using task, show where the results are"
 	@echo "make test         install, run the default tests"
 	@echo "make test-slow    run the tests that take minutes, a whole training run among them"
+	@echo "make test-integration  install a real NeMo Gym once and run the tests against it"
 	@echo "make test-corners run the torch-facing tests on the oldest and newest supported torch and transformers"
 	@echo "make lint types   ruff, mypy"
 	@echo "make bench        the benchmarks behind the numbers in the docs"
@@ -48,6 +49,9 @@ test: $(VENV)/.dev
 
 test-slow: $(VENV)/.dev
 	@$(BIN)/python -m pytest -m slow
+
+test-integration: $(VENV)/.dev
+	@$(BIN)/python -m pytest -m integration
 
 # The oldest and the newest pair of torch and transformers that pyproject.toml admits.
 test-corners:

@@ -85,20 +85,24 @@ class AttachedEnvironment:
         Raises:
             InfraError: it has not within ``deadline_s``.
         """
-        why = await self._silence(deadline_s)
-        if why is not None:
-            raise InfraError(f"{self.name} did not answer within {deadline_s:g} s: {why}", cause="timeout")
+        until = time.monotonic() + deadline_s
+        while (why := await self._asked(max(_PAUSE_S, until - time.monotonic() - _PAUSE_S))) is not None:
+            if time.monotonic() + 2 * _PAUSE_S > until:  # before whoever counts the same seconds
+                raise InfraError(f"{self.name} did not answer within {deadline_s:g} s: {why}", cause="timeout")
+            await asyncio.sleep(_PAUSE_S)
 
     async def check(self) -> None:
-        """Return once it has answered.
+        """Return once it has answered; how long it may be silent is for the caller to say.
 
         Raises:
-            InfraError: for ``GONE_AFTER_S`` it has refused.
+            InfraError: it is not there, and was not for ``GONE_AFTER_S``.
         """
-        # The answer itself may take its time: whoever checks decides how long a server may be silent.
-        why = await self._silence(GONE_AFTER_S, answer_s=None)
-        if why is not None:
-            raise InfraError(f"{self.name} is gone, for {GONE_AFTER_S:g} s: {why}", cause="disconnect")
+        first: float | None = None
+        while (why := await self._asked(None)) is not None:
+            first = time.monotonic() if first is None else first
+            if time.monotonic() - first + _PAUSE_S > GONE_AFTER_S:
+                raise InfraError(f"{self.name} is gone: {why}", cause="disconnect")
+            await asyncio.sleep(_PAUSE_S)
 
     def symptoms(self) -> str:
         """Nothing can be seen of a server from outside but that it is silent."""
@@ -122,27 +126,16 @@ class AttachedEnvironment:
                 return RemoteAgent(self.environment, self._source.server, model.weight_version, sampling)
         raise ConfigError(f"{self.name}: there is no agent {self._kind!r}")
 
-    async def _silence(self, seconds: float, answer_s: float | None = GONE_AFTER_S) -> str | None:
-        """Ask until it answers: None. After ``seconds`` of refusals: why there is no answer.
-
-        Args:
-            seconds: without an answer.
-            answer_s: wall time of one answer, None leaves it to the caller.
-        """
-        until = time.monotonic() + seconds
-        while True:  # bounded: by ``until``, with which every round is compared
-            left = until - time.monotonic()
-            total = None if answer_s is None else max(0.01, min(answer_s, left - _PAUSE_S))
-            try:
-                async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=total)) as client:
-                    async with client.get(self.url + _ROUTE, allow_redirects=False) as response:
-                        if response.status not in _ABSENT:
-                            return None
-                        why = f"GET {_ROUTE} answered {response.status}"
-            except TimeoutError:
-                why = f"GET {_ROUTE} was not answered within {total:.1f} s"
-            except (aiohttp.ClientError, OSError) as error:
-                why = f"{type(error).__name__}: {error}"
-            if time.monotonic() + 2 * _PAUSE_S > until:
-                return why
-            await asyncio.sleep(_PAUSE_S)
+    async def _asked(self, seconds: float | None) -> str | None:
+        """None when it answers, else what happened instead."""
+        timeout = aiohttp.ClientTimeout(total=seconds)
+        try:
+            async with (
+                aiohttp.ClientSession(timeout=timeout) as client,
+                client.get(self.url + _ROUTE, allow_redirects=False) as response,
+            ):
+                return f"GET {_ROUTE} answered {response.status}" if response.status in _ABSENT else None
+        except TimeoutError:
+            return f"GET {_ROUTE} was not answered"
+        except (aiohttp.ClientError, OSError) as error:
+            return f"GET {_ROUTE}: {type(error).__name__}: {error}"

@@ -19,7 +19,6 @@ from gymloop.gym.rows import read_rows
 from gymloop.gym.session import InProcessSource
 from gymloop.gym.tools import nearest
 
-
 Source: TypeAlias = InProcessSource | AttachedEnvironment
 
 

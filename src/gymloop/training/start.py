@@ -320,17 +320,16 @@ async def _policy(plan: Plan, checkpoint: Checkpoint | None, health: Health, ctx
 async def _environments(plan: Plan, health: Health, ctx: Context) -> dict[str, Source]:
     ctx.progress("the environments' modules")
     sources = await ctx.in_thread(build_sources, plan.recipe.env, plan.recipe_path.parent)
-    attached = [source for source in sources.values() if isinstance(source, AttachedEnvironment)]
-    if attached:
-        ctx.progress(f"an answer of {', '.join(server.name for server in attached)}")
-        # bounded: each by the startup's deadline
-        await asyncio.gather(*(_attach(plan, health, server, ctx) for server in attached))
+    for source in sources.values():
+        if isinstance(source, AttachedEnvironment):
+            await _attach(plan, health, source, ctx)
     return sources
 
 
 async def _attach(plan: Plan, health: Health, server: AttachedEnvironment, ctx: Context) -> None:
     """Wait for an environment's server, and watch it until the teardown."""
     limits = plan.recipe.rollouts
+    ctx.progress(f"an answer of {server.name}")
     ctx.on_teardown(server.close)
     await server.open(call_timeout_s=limits.call_timeout_s, max_connections=limits.max_concurrency)
     await server.ready(plan.recipe.startup.deadline_s)

@@ -63,7 +63,7 @@ def test_an_interpreter_that_does_not_run_is_named(tmp_path, monkeypatch):
         install(Wanted(python=str(tmp_path / "no-python")), print)
 
 
-@pytest.mark.slow
+@pytest.mark.integration
 def test_a_version_that_does_not_exist_is_said_and_leaves_nothing_installed(tmp_path, monkeypatch):
     monkeypatch.setenv("GYMLOOP_CACHE", str(tmp_path))
     wanted = Wanted(version="0.0.0.dev1")
@@ -72,7 +72,7 @@ def test_a_version_that_does_not_exist_is_said_and_leaves_nothing_installed(tmp_
     assert installed(wanted) is None
 
 
-@pytest.mark.slow
+@pytest.mark.integration
 @pytest.mark.timeout(900)
 def test_killed_then_two_at_once_make_one_whole_environment(tmp_path):
     environ = {**os.environ, "GYMLOOP_CACHE": str(tmp_path)}

@@ -12,7 +12,7 @@ from gymloop.gym.nemo.catalog import offers
 from gymloop.gym.nemo.host import Gym, close, host
 from gymloop.gym.nemo.install import Installation
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
 
 
 def config(name: str) -> str:

@@ -14,7 +14,7 @@ from gymloop.gym.nemo.configs import merge
 from gymloop.gym.nemo.files import read
 from gymloop.gym.nemo.values import settle
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
 
 GYMS_OWN = """
 import glob, json, logging, os, sys
