@@ -11,7 +11,8 @@ from gymloop.errors import ConfigError, InfraError
 from gymloop.files import UnwritableError
 from gymloop.training.checkpoint import Checkpoint, CheckpointStore
 from gymloop.training.retention import Retention
-from gymloop.training.saving import Saves, check_model, save
+from gymloop.training.run import Saves
+from gymloop.training.saving import check_model, save
 
 MODEL = {"name": "toy", "architecture": "a1", "weights": "w1"}
 

@@ -15,9 +15,35 @@ from gymloop.observe.progress import Progress
 from gymloop.observe.sinks import Sink
 from gymloop.observe.watchdog import LoopWatchdog
 from gymloop.rollouts.collector import Collector
-from gymloop.training.saving import Saves
+from gymloop.training.checkpoint import CheckpointStore
 from gymloop.training.stop import StopSignal
 from gymloop.training.transcripts import Transcripts
+
+
+@dataclass(slots=True)
+class Saves:
+    """The run's checkpoints as it knows them.
+
+    Attributes:
+        store: where they are.
+        model: identity of the model that the weights belong to.
+        step: of the newest complete one; None where there is none.
+        failure: why the last attempt failed; None after one that succeeded.
+        longest_s: of the attempts so far, seconds.
+        news: metrics of the attempts since the last step was recorded.
+    """
+
+    store: CheckpointStore
+    model: Mapping[str, Any]
+    step: int | None = None
+    failure: str | None = None
+    longest_s: float = 0.0
+    news: dict[str, float] = field(default_factory=dict)
+
+    def take_news(self) -> dict[str, float]:
+        """The metrics of the attempts since the last call; they belong to the step that follows them."""
+        news, self.news = self.news, {}
+        return news
 
 
 @dataclass(slots=True)

@@ -9,44 +9,15 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from gymloop.errors import ConfigError
 from gymloop.files import UnwritableError, fsync
-from gymloop.training.checkpoint import Checkpoint, CheckpointStore
-
-if TYPE_CHECKING:
-    from gymloop.training.run import Run
+from gymloop.training.checkpoint import Checkpoint
+from gymloop.training.run import Run
 
 POLICY = "policy"
 """The part that the policy's worker writes."""
-
-
-@dataclass(slots=True)
-class Saves:
-    """The run's checkpoints as it knows them.
-
-    Attributes:
-        store: where they are.
-        model: identity of the model that the weights belong to.
-        step: of the newest complete one; None where there is none.
-        failure: why the last attempt failed; None after one that succeeded.
-        longest_s: of the attempts so far, seconds.
-        news: metrics of the attempts since the last step was recorded.
-    """
-
-    store: CheckpointStore
-    model: Mapping[str, Any]
-    step: int | None = None
-    failure: str | None = None
-    longest_s: float = 0.0
-    news: dict[str, float] = field(default_factory=dict)
-
-    def take_news(self) -> dict[str, float]:
-        """The metrics of the attempts since the last call; they belong to the step that follows them."""
-        news, self.news = self.news, {}
-        return news
 
 
 async def save(run: Run) -> None:

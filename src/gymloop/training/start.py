@@ -47,8 +47,8 @@ from gymloop.serving.guard import SamplingProfiles
 from gymloop.serving.worker import EngineSpec, EngineWorker
 from gymloop.startup import Context, Started, Task, run_graph
 from gymloop.training.checkpoint import Checkpoint, CheckpointStore
-from gymloop.training.run import Run
-from gymloop.training.saving import POLICY, Saves, check_model
+from gymloop.training.run import Run, Saves
+from gymloop.training.saving import POLICY, check_model
 from gymloop.training.stop import StopSignal
 from gymloop.training.sync import sync_weights
 from gymloop.training.transcripts import Transcripts
