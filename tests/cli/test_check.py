@@ -313,3 +313,17 @@ def test_a26_the_recipe_saved_with_a_run_has_the_reference_and_loads_from_there(
     again = load_recipe(saved)
     assert again.env.environments["toy"].kwargs == {"api_key": "hunter2-in-clear"}
     assert compile_plan(again, saved).chat_template == plan.chat_template
+
+
+def test_an_environment_is_shown_as_the_class_or_the_server_that_it_is(tmp_path, capsys):
+    recipe = tmp_path / "r.yaml"
+    server = 'far: {url: "http://127.0.0.1:9000", agent: gymnasium}'
+    recipe.write_text(
+        SOUND.replace('toy: {entrypoint: "toy_gym:Toy"}', f'toy: {{entrypoint: "toy_gym:Toy"}}, {server}')
+    )
+    assert cli.main(["check", str(recipe), "--explain"]) == 0
+    said = capsys.readouterr().out
+    shown = "server http://127.0.0.1:9000, gymnasium agent"
+    assert f"  environment toy (class toy_gym:Toy), far ({shown})\n" in said
+    line = SOUND[: SOUND.index("env:")].count("\n") + 1
+    assert f"  environment far = {shown}: env.environments.far.url ({recipe}:{line}), env" in said

@@ -608,7 +608,7 @@ async def new_weights_answer_as_a_fresh_engine_on_them_and_again_after_a_second_
                 assert ours.logprobs == pytest.approx(theirs.logprobs, abs=subject.tolerance)
                 assert (ours.first_version, ours.last_version) == (version, version)
             change = [abs(new.logprobs[0] - old.logprobs[0]) for new, old in zip(found, before, strict=True)]
-            assert min(change) > 10 * subject.tolerance, "the weights had no effect"
+            assert min(change) > min(10 * subject.tolerance, 1e-3), "the weights had no effect"
             before = found
 
 

@@ -68,8 +68,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def start(folder: Path, deterministic: bool = True, **settings: Any) -> TorchEngine:
-    kwargs = {"max_batch_size": ROWS, "max_model_len": 320, "seed": 3, **settings}
-    return TorchEngine(folder, dtype="float32", deterministic=deterministic, **kwargs)
+    kwargs = {"dtype": "float32", "max_batch_size": ROWS, "max_model_len": 320, "seed": 3, **settings}
+    return TorchEngine(folder, deterministic=deterministic, **kwargs)
 
 
 def rollouts() -> list[tuple[str, list[int]]]:
@@ -106,21 +106,46 @@ async def play(engine: TorchEngine, traffic: int) -> Bits:
     return dict(sorted(bits.items()))
 
 
-@pytest.mark.parametrize("family", ["llama", pytest.param("qwen3-moe", marks=pytest.mark.slow)])
-def test_bits_are_equal_in_any_order_company_and_process(folders: dict[str, Path], family: str) -> None:
-    engine = start(folders[family])
+@pytest.mark.parametrize(
+    ("family", "dtype", "times"),
+    [
+        ("llama", "float32", 5),
+        ("llama", "bfloat16", 2),
+        pytest.param("qwen3-moe", "float32", 5, marks=pytest.mark.slow),
+        pytest.param("qwen3-moe", "bfloat16", 5, marks=pytest.mark.slow),
+    ],
+)
+def test_bits_are_equal_in_any_order_company_and_process(
+    folders: dict[str, Path], family: str, dtype: str, times: int
+) -> None:
+    engine = start(folders[family], dtype=dtype)
     try:
         expected = asyncio.run(play(engine, 0))
-        for traffic in range(1, 5):
+        for traffic in range(1, times):
             assert asyncio.run(play(engine, traffic)) == expected
     finally:
         engine.close()
     other = subprocess.run(
-        [sys.executable, __file__, str(folders[family])], capture_output=True, text=True, timeout=240, check=False
+        [sys.executable, __file__, str(folders[family]), dtype],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
     )
     assert other.returncode == 0, other.stderr
     found = {key: (tuple(ids), tuple(logprobs)) for key, (ids, logprobs) in json.loads(other.stdout).items()}
     assert found == expected
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+async def test_logprobs_of_a_model_in_bfloat16_are_float32(folders: dict[str, Path], deterministic: bool) -> None:
+    engine = start(folders["llama"], deterministic, dtype="bfloat16")
+    try:
+        sample = await engine.generate([1, 2, 3], Sampling(8, seed=1), "r")
+    finally:
+        engine.close()
+    logprobs = torch.tensor(sample.logprobs)
+    assert (logprobs.bfloat16().float() != logprobs).any()
 
 
 def test_the_fast_engine_would_fail_that_test(folders: dict[str, Path]) -> None:
@@ -217,6 +242,6 @@ def test_experts_of_unknown_shape_are_refused(folders: dict[str, Path], monkeypa
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    started = start(Path(sys.argv[1]))
+    started = start(Path(sys.argv[1]), dtype=sys.argv[2])
     print(json.dumps(asyncio.run(play(started, 77))))
     started.close()

@@ -40,6 +40,7 @@ def test_a5_every_route_but_livez_is_503_with_retry_after_until_the_engine_is_re
     assert served.client.get("/readyz").status_code == 200
     (model,) = served.client.get("/v1/models").json()["data"]
     assert (model["id"], model["max_model_len"]) == ("toy", 1000)
+    assert model["weight_version"] == served.engine.weight_version
     response = served.client.get("/nowhere")
     assert (response.status_code, response.json()["error"]["code"]) == (404, "no_such_route")
 

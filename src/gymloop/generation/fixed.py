@@ -72,8 +72,7 @@ class FixedStep:
         queries = queries.reshape(batch, group * self.width, dim)
 
         scores = []
-        exact = {"dtype": torch.float32, "device": query.device}
-        highest = torch.full((batch, group * self.width, 1), -torch.inf, **exact)
+        highest = torch.full((batch, group * self.width, 1), -torch.inf, dtype=torch.float32, device=query.device)
         for start in range(0, self.length, BLOCK):
             products = torch.bmm(queries, keys[:, start : start + BLOCK].transpose(1, 2)).float()
             block = rule.scores(products).view(self.count, kv_heads, group, self.width, BLOCK)
@@ -81,8 +80,8 @@ class FixedStep:
             block = block.view(batch, group * self.width, BLOCK)
             scores.append(block)
             highest = torch.maximum(highest, block.amax(dim=-1, keepdim=True))
-        total = torch.zeros((batch, group * self.width, 1), **exact)
-        mixed = torch.zeros((batch, group * self.width, value.shape[3]), **exact)
+        total = torch.zeros_like(highest)
+        mixed = highest.new_zeros((batch, group * self.width, value.shape[3]))
         for index, block in enumerate(scores):
             weights = block.sub_(highest).exp_()
             total += weights.sum(dim=-1, keepdim=True)
