@@ -48,7 +48,7 @@ def test_every_key_of_the_schema_is_described_and_listed_with_type_and_default()
     assert "grpo.num_prompts_per_step  integer  required\n    Groups per training step." in text
     assert "policy.optimizer.kwargs.lr  number  required" in text
     assert "policy.optimizer.kwargs.betas  list of number  default [0.9, 0.999]" in text
-    assert "env.environments.*.entrypoint  text  required" in text
+    assert "env.environments.*.entrypoint  text or null  default null" in text
     assert "rollouts.on_short_group  'skip' or 'refill'  default skip" in text
     assert "data.validation  block  optional" in text
     assert "policy.generation.top_k  integer or null  default null" in text

@@ -5,6 +5,7 @@ import re
 import time
 
 import pytest
+from aiohttp import web
 
 from gymloop.errors import ConfigError, DataError, InfraError
 from gymloop.gym.model_client import ModelClient
@@ -124,3 +125,35 @@ async def test_no_server_is_an_infra_error_that_names_the_url():
     async with client:
         with pytest.raises(InfraError, match=r"127\.0\.0\.1:9/v1/chat/completions: ClientConnectorError"):
             await client.chat(USER, [], max_tokens=8)
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "said"),
+    [
+        (200, {"data": [{"id": "toy", "weight_version": 7}]}, None),
+        (200, {"data": [{"id": "toy"}]}, "/v1/models: has weight_version None"),
+        (200, {"data": [{"id": "toy", "weight_version": True}]}, "has weight_version True"),
+        (200, {"data": []}, "has weight_version None"),
+        (200, [], "has weight_version None"),
+        (503, {"error": {"code": "not_ready", "message": "loading"}}, "/v1/models: 503 not_ready: loading"),
+    ],
+)
+async def test_the_weight_version_is_the_servers_or_an_infra_error(status, body, said):
+    async def models(request):
+        return web.json_response(body, status=status)
+
+    app = web.Application()
+    app.router.add_get("/v1/models", models)
+    runner = web.AppRunner(app, shutdown_timeout=0.1)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    url = f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
+    try:
+        async with ModelClient(url, "toy", max_concurrency=1, call_timeout_s=2, ready_timeout_s=1) as client:
+            if said is None:
+                assert await client.weight_version() == 7
+            else:
+                with pytest.raises(InfraError, match=re.escape(said)):
+                    await client.weight_version()
+    finally:
+        await runner.cleanup()

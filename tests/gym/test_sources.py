@@ -9,7 +9,8 @@ import pytest
 
 from gymloop.config.schema import DataSource, Env
 from gymloop.errors import ConfigError
-from gymloop.gym.sources import build_sources, load_source_rows
+from gymloop.gym.attached import AttachedEnvironment
+from gymloop.gym.sources import build_sources, load_source_rows, shown_tools, solver
 
 
 def env(entrypoint="gymloop.gym.calculator:Calculator", **kwargs) -> Env:
@@ -82,3 +83,28 @@ def test_the_gym_needs_no_torch():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_a_server_is_a_source_without_tools_of_its_own_and_rows_bring_them(tmp_path):
+    sources = build_sources(
+        Env.model_validate(
+            {
+                "environments": {
+                    "calculator": {"entrypoint": "gymloop.gym.calculator:Calculator"},
+                    "far": {"url": "http://127.0.0.1:9", "agent": "gymnasium"},
+                }
+            }
+        )
+    )
+    assert isinstance(sources["far"], AttachedEnvironment)
+    assert sources["far"].tools is None
+    tool = {"type": "function", "name": "wx", "parameters": {"type": "object", "properties": {}}}
+    line = {"responses_create_params": {"input": "hi", "tools": [tool]}, "agent_ref": {"name": "far"}}
+    (tmp_path / "rows.jsonl").write_text(f"{json.dumps(line)}\n{json.dumps(line)}\n")
+    rows = load_source_rows(DataSource(data_path="rows.jsonl"), sources, tmp_path)
+    assert [tool["name"] for tool in shown_tools(sources, rows)] == ["wx", "calculate"]
+    with pytest.raises(ConfigError, match="'far' is a server, and a server generates no tasks; give data_path"):
+        load_source_rows(DataSource(environment="far", num_tasks=1), sources, tmp_path)
+    assert solver(sources, "calculator") is sources["calculator"]
+    with pytest.raises(ConfigError, match=r"sft_warmup: 'far' is a server, and .* has no solver; give sft_warmup.data"):
+        solver(sources, "far")

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 
 from gymloop.config.dump import as_yaml
-from gymloop.config.explain import derived, rows
+from gymloop.config.explain import derived, environments, rows
 from gymloop.config.load import Loaded, load
 from gymloop.config.notes import notes
 from gymloop.config.plan import Plan, compile_plan
@@ -86,6 +86,7 @@ def summary(plan: Plan, hidden: Mapping[str, str] = {}) -> str:
         ("length", f"at most {plan.steps_bound} steps, after {recipe.sft_warmup.steps} of supervised warm-up"),
         ("train rows", rows(plan.train)),
         ("validation", rows(plan.validation) if plan.validation else "none"),
+        ("environment", ", ".join(environments(recipe))),
         (
             "compute",
             f"{plan.device}, {plan.engine.threads} threads for the engine, {plan.policy.threads} for the policy",

@@ -9,6 +9,7 @@ from gymloop.config.document import Document
 from gymloop.config.load import Loaded
 from gymloop.config.plan import Plan
 from gymloop.config.problems import KeyPath, locate
+from gymloop.config.schema import EnvironmentSpec, Recipe
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +78,10 @@ def derived(loaded: Loaded, plan: Plan) -> list[Derived]:
             term("policy.tokenizer.chat_template") if template is None or len(template) < 80 else "given in the recipe",
         ),
         Derived("train", rows(plan.train), _source(terms, "data.train", folder)),
+        *(
+            Derived(f"environment {name}", environment(spec), _environment(terms, name, spec))
+            for name, spec in recipe.env.environments.items()
+        ),
     ]
     if plan.validation is not None:
         found.append(Derived("validation", rows(plan.validation), _source(terms, "data.validation", folder)))
@@ -93,6 +98,16 @@ def rows(source: Any) -> str:
     if source.data_path is not None:
         return str(source.data_path)
     return f"{source.num_tasks} tasks of {source.environment}, seed {source.seed}"
+
+
+def environments(recipe: Recipe) -> list[str]:
+    """Each environment with what it is."""
+    return [f"{name} ({environment(spec)})" for name, spec in recipe.env.environments.items()]
+
+
+def environment(spec: EnvironmentSpec) -> str:
+    """A class, or a server with the agent that plays on it."""
+    return f"class {spec.entrypoint}" if spec.url is None else f"server {spec.url}, {spec.agent} agent"
 
 
 def origin(document: Document, path: KeyPath) -> str:
@@ -136,6 +151,12 @@ def _steps(terms: _Terms, plan: Plan, prompts: str) -> str:
         return f"{steps}; the file's rows may end the run sooner"
     epochs = f"{terms.term('grpo.max_num_epochs')} x whole steps in {terms.term('data.train.num_tasks')} by {prompts}"
     return f"the smaller of {steps} and {epochs}"
+
+
+def _environment(terms: _Terms, name: str, spec: EnvironmentSpec) -> str:
+    keys = ("entrypoint",) if spec.url is None else ("url", "agent")
+    path = ("env", "environments", name)
+    return ", ".join(f"{'.'.join((*path, key))} ({origin(terms.loaded.document, (*path, key))})" for key in keys)
 
 
 def _sampling(profile: Any) -> str:

@@ -125,7 +125,7 @@ NOT_YET: dict[str, str] = {
     "env.should_log_nemo_gym_responses": "every conversation is written under trajectories/",
     "env.should_mask_flagged_samples": "a rollout that failed never trains",
     "env.should_use_nemo_gym": _GYM,
-    "env.*": "environments are given under env.environments, by entrypoint",
+    "env.*": "environments are given under env.environments, by entrypoint or url",
     # logger
     "logger.gpu_monitoring": "devices are not monitored",
     "logger.mlflow": _METRICS,

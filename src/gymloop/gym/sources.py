@@ -54,6 +54,18 @@ def shown_tools(sources: Mapping[str, Source], rows: Iterable[Row]) -> list[Mapp
     return list({tool["name"]: tool for tool in itertools.chain(of_rows, of_classes)}.values())
 
 
+def solver(sources: Mapping[str, Source], name: str) -> InProcessSource:
+    """The environment that plays demonstrations of its rows.
+
+    Raises:
+        ConfigError: it is a server.
+    """
+    source = sources[name]
+    if not isinstance(source, InProcessSource):
+        raise ConfigError(f"sft_warmup: '{name}' is a server, and a server has no solver; give sft_warmup.data_path")
+    return source
+
+
 def load_environment(entrypoint: str, where: str) -> type[Environment]:
     """The class behind ``module:Class``.
 

@@ -32,8 +32,8 @@ from gymloop.gym.items import chat_tools
 from gymloop.gym.loader import GroupLoader
 from gymloop.gym.model_client import ModelClient, Profile
 from gymloop.gym.rows import first_prompt, read_demonstrations, rows_beyond_context
-from gymloop.gym.session import InProcessSource, demonstrate
-from gymloop.gym.sources import Source, build_sources, load_source_rows, shown_tools
+from gymloop.gym.session import demonstrate
+from gymloop.gym.sources import Source, build_sources, load_source_rows, shown_tools, solver
 from gymloop.lifeline import tied
 from gymloop.models.identity import model_identity
 from gymloop.models.resolve import resolve_model
@@ -380,7 +380,7 @@ async def _demonstrations(plan: Plan, checkpoint: Checkpoint | None, ctx: Contex
     else:
         sources = ctx.results["environments"]
         rows = ctx.results["data"]["rows"][:wanted]
-        conversations = [await demonstrate(_solver(sources, row["agent_ref"]["name"]), row) for row in rows]
+        conversations = [await demonstrate(solver(sources, row["agent_ref"]["name"]), row) for row in rows]
     if len(conversations) < wanted:
         raise ConfigError(
             f"sft_warmup takes {warmup.steps} x {warmup.batch_size} = {wanted} demonstrations, "
@@ -388,13 +388,6 @@ async def _demonstrations(plan: Plan, checkpoint: Checkpoint | None, ctx: Contex
         )
     remote = ctx.results["server"]["remote"]
     return await remote.call("render_demonstrations", conversations[:wanted], timeout=plan.recipe.startup.deadline_s)
-
-
-def _solver(sources: Mapping[str, Source], name: str) -> InProcessSource:
-    source = sources[name]
-    if not isinstance(source, InProcessSource):
-        raise ConfigError(f"sft_warmup: {name!r} is a server, and a server has no solver; give sft_warmup.data_path")
-    return source
 
 
 async def _lengths(plan: Plan, ctx: Context) -> None:
