@@ -45,7 +45,7 @@ quickstart: $(VENV)/.run
 	@$(BIN)/gymloop train recipes/quickstart.yaml
 
 test: $(VENV)/.dev
-	@$(BIN)/python -m pytest
+	@$(BIN)/python -m pytest -n 2 --dist loadfile
 
 test-slow: $(VENV)/.dev
 	@$(BIN)/python -m pytest -m slow

@@ -429,6 +429,7 @@ async def test_a_run_whose_parser_cannot_read_its_tools_does_not_start(toy):
 
     there = [
         Task("environments", partial(give, {"weather": InProcessSource("weather", Weather, {})}), deadline_s=100.0),
+        Task("data", partial(give, {"rows": [], "validation": []}), deadline_s=100.0),
         Task("server", partial(give, {"remote": remote}), deadline_s=100.0),
         Task("engine", load, deadline_s=100.0),
     ]

@@ -372,8 +372,11 @@ async def test_a_graph_that_cannot_run_is_refused_before_anything_starts(tasks, 
 def test_ctrl_c_during_startup_tears_down_and_a_hanging_thread_does_not_hold_the_process():
     program = textwrap.dedent(
         """
-        import asyncio, threading
+        import asyncio, signal, threading
         from gymloop.startup import Task, run_graph
+
+        # A job in the background of a shell without job control is started with SIGINT ignored.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
         async def socket(context):
             return 7
