@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Awaitable
 from typing import TypeVar
@@ -10,6 +11,7 @@ from typing import TypeVar
 from gymloop.errors import InfraError
 
 _T = TypeVar("_T")
+_SHORTEST_WAIT_S = 0.05
 
 
 async def within(seconds: float, where: str, work: Awaitable[_T]) -> _T:
@@ -35,3 +37,12 @@ async def within(seconds: float, where: str, work: Awaitable[_T]) -> _T:
             cause="timeout",
         )
     return result
+
+
+def retry_after_s(header: str | None) -> float | None:
+    """Value of a ``Retry-After`` header in seconds, at least 0.05; None when absent or a date."""
+    try:
+        value = float(header or "")
+    except ValueError:
+        return None
+    return max(_SHORTEST_WAIT_S, value) if math.isfinite(value) else None

@@ -19,7 +19,6 @@ the connection was refused or the answer was 503 with ``Retry-After``.
 from __future__ import annotations
 
 import asyncio
-import math
 import re
 import time
 from dataclasses import dataclass
@@ -30,10 +29,10 @@ import aiohttp
 import orjson
 
 from gymloop.errors import ConfigError, DataError, GymloopError, InfraError
+from gymloop.gym.deadline import retry_after_s
 
 _WRONG_ADDRESS = {401, 403, 404, 405}
 _RECONNECT_S = 0.25
-_SHORTEST_WAIT_S = 0.05
 # What NeMo Gym's servers say to a session they do not know, as after a restart; an exact sentence in ``detail``, since
 # other 4xx bodies may repeat what the model wrote.
 _LOST = re.compile(
@@ -245,7 +244,7 @@ class HttpServer:
                 ) from error
             else:
                 not_taken_on = reply.status == 429 or (opens and reply.status == 503)
-                asked = _seconds(retry_after) if not_taken_on else None
+                asked = retry_after_s(retry_after) if not_taken_on else None
                 if asked is None:
                     return reply
                 wait = asked
@@ -276,12 +275,3 @@ class HttpServer:
                 cookies.take(header)
             kind = response.content_type if "content-type" in response.headers else ""
             return Reply(url, response.status, kind, b"".join(chunks)), response.headers.get("retry-after")
-
-
-def _seconds(retry_after: str | None) -> float | None:
-    """Value of a ``Retry-After`` header in seconds; None when absent or a date."""
-    try:
-        value = float(retry_after or "")
-    except ValueError:
-        return None
-    return max(_SHORTEST_WAIT_S, value) if math.isfinite(value) else None

@@ -19,6 +19,7 @@ import aiohttp
 import orjson
 
 from gymloop.errors import Cause, ConfigError, DataError, InfraError
+from gymloop.gym.deadline import retry_after_s
 from gymloop.gym.items import Message
 from gymloop.rollouts.trajectory import FinishReason, Turn
 from gymloop.tokens.divergence import Divergence, diverge, first_difference, read_divergence
@@ -200,7 +201,7 @@ class ModelClient:
                 raise InfraError(f"{self.url}: {type(error).__name__}: {error}", cause="disconnect") from error
             if status == 200:
                 return parse_json(raw, kind, self.url)
-            wait = _seconds(retry_after)
+            wait = retry_after_s(retry_after)
             if status in _BUSY and wait is not None:
                 # Nothing was sampled, so asking again is safe. A deadline of the rollout also ends this.
                 if time.monotonic() + wait > give_up:
@@ -351,12 +352,3 @@ def _said(raw: bytes) -> tuple[str, str]:
         return "", str(error)[:200]
     code = error.get("code")
     return code if isinstance(code, str) else "", str(error.get("message", error))[:500]
-
-
-def _seconds(retry_after: str | None) -> float | None:
-    """Value of a ``Retry-After`` header in seconds; None when absent or a date."""
-    try:
-        value = float(retry_after or "")
-    except ValueError:
-        return None
-    return max(0.05, value) if math.isfinite(value) else None
