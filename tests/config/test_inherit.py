@@ -38,9 +38,9 @@ def test_override_true_replaces_an_inherited_block_as_in_nemo_rl(files):
 
 
 def test_grandparents_lie_relative_to_the_file_that_names_them_and_a_file_may_be_reached_twice(files):
-    files.write("shared/steps.yaml", "grpo: {max_num_steps: 9}\n")
-    files.write("mid/a.yaml", "defaults: ../shared/steps.yaml\ngrpo: {seed: 1}\n")
-    files.write("mid/b.yaml", "defaults: ../shared/steps.yaml\ngrpo: {max_num_epochs: 2}\n")
+    files.write("common/steps.yaml", "grpo: {max_num_steps: 9}\n")
+    files.write("mid/a.yaml", "defaults: ../common/steps.yaml\ngrpo: {seed: 1}\n")
+    files.write("mid/b.yaml", "defaults: ../common/steps.yaml\ngrpo: {max_num_epochs: 2}\n")
     files.write("child.yaml", "defaults: [base.yaml, mid/a.yaml, mid/b.yaml]\n")
     grpo = files.load("child.yaml").recipe.grpo
     assert (grpo.max_num_steps, grpo.seed, grpo.max_num_epochs) == (9, 1, 2)
