@@ -172,33 +172,34 @@ def reply_reader(
     Raises:
         ConfigError: a name is unknown, or a plug-in cannot be used.
     """
-    key = "policy.tokenizer.tool_parser"
-    tools = dict(TOOL_PARSERS)
-    if tool_parser_plugin is not None:
-        tools |= plugin_parsers(
-            tool_parser_plugin,
-            "TOOL_PARSERS",
-            ToolParser,  # type: ignore[type-abstract]
-            TOOL_PARSERS,
-            f"{key}_plugin",
-        )
-    chosen = _named(key, tool_parser, tools)
+    tools = _chosen(
+        "policy.tokenizer.tool_parser",
+        tool_parser,
+        TOOL_PARSERS,
+        tool_parser_plugin,
+        "TOOL_PARSERS",
+        ToolParser,  # type: ignore[type-abstract]
+    )
     if reasoning_parser is None:
-        return ReplyReader(chosen)
-    key = "policy.tokenizer.reasoning_parser"
-    reasoners = dict(REASONING_PARSERS)
-    if reasoning_parser_plugin is not None:
-        reasoners |= plugin_parsers(
-            reasoning_parser_plugin,
-            "REASONING_PARSERS",
-            ReasoningParser,  # type: ignore[type-abstract]
-            REASONING_PARSERS,
-            f"{key}_plugin",
-        )
-    return ReplyReader(chosen, _named(key, reasoning_parser, reasoners))
+        return ReplyReader(tools)
+    reasoning = _chosen(
+        "policy.tokenizer.reasoning_parser",
+        reasoning_parser,
+        REASONING_PARSERS,
+        reasoning_parser_plugin,
+        "REASONING_PARSERS",
+        ReasoningParser,  # type: ignore[type-abstract]
+    )
+    return ReplyReader(tools, reasoning)
 
 
-def _named(key: str, name: str, parsers: Mapping[str, Parser]) -> Parser:
+def _chosen(
+    key: str, name: str, built_in: Mapping[str, Parser], plugin: str | Path | None, table: str, kind: type[Parser]
+) -> Parser:
+    """The parser of that name, among the built-in ones and those in the plug-in's ``table``."""
+    parsers = dict(built_in)
+    if plugin is not None:
+        parsers |= plugin_parsers(plugin, table, kind, built_in, f"{key}_plugin")
     if name not in parsers:
         known = ", ".join(parsers)
         raise ConfigError(f"{key} is {name!r}; expected one of {known}{did_you_mean(name, parsers)}")
