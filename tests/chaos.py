@@ -176,7 +176,7 @@ def _trouble_engine(scheduler: Scheduler) -> None:
 
 def _trouble_network(scheduler: Scheduler) -> None:
     from gymloop.gym.model_client import NOISE_HEADER, ModelClient
-    from gymloop.training import start
+    from gymloop.training.tasks import engine
 
     def decide(headers: Mapping[str, str]) -> Deed | None:
         group_id, sample_id = _rollout(unquote(headers[NOISE_HEADER]))
@@ -202,4 +202,4 @@ def _trouble_network(scheduler: Scheduler) -> None:
             await super().close()
             await self._proxy.close()
 
-    start.ModelClient = Proxied
+    engine.ModelClient = Proxied

@@ -175,7 +175,7 @@ def _become_run(order: dict[str, Any]) -> None:
 
 def _workers_inside() -> None:
     from gymloop.cluster.remote import InlineRemote
-    from gymloop.training import start
+    from gymloop.training.tasks import engine, worker
 
     class NoCluster:
         def __init__(self, **_: object) -> None: ...
@@ -184,8 +184,8 @@ def _workers_inside() -> None:
 
         def disconnect(self) -> None: ...
 
-    start.RayCluster = NoCluster
-    start.RayRemote = lambda name, build, **_: InlineRemote(name, build)
+    engine.RayCluster = NoCluster
+    worker.RayRemote = lambda name, build, **_: InlineRemote(name, build)
 
 
 def _around(target: str, when: str, act: Any) -> None:

@@ -124,7 +124,7 @@ def test_f11_the_optimizer_is_given_the_override(tmp_path):
     path = tmp_path / "r.yaml"
     path.write_text(SOUND)
     plan = compile_plan(load_recipe(path, ["policy.optimizer.kwargs.lr=3e-6"]), path, "run")
-    from gymloop.training.start import policy_spec
+    from gymloop.training.tasks.policy import policy_spec
 
     spec = policy_spec(plan, "folder")
     assert spec.optimizer.lr == 3e-6
