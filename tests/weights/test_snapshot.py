@@ -7,7 +7,8 @@ import warnings
 import numpy as np
 import torch
 
-from gymloop.weights.snapshot import ALIGN, take
+from gymloop.weights.layout import ALIGN
+from gymloop.weights.snapshot import take
 
 
 def some_parameters() -> list[tuple[str, torch.Tensor]]:

@@ -21,7 +21,7 @@ from gymloop.generation.kv_cache import ATTENTION, DenseCache, Step
 from gymloop.generation.rows import Rows
 from gymloop.models.load import OnBytes, load_causal_lm
 from gymloop.weights.fit import check_fits
-from gymloop.weights.snapshot import WeightSnapshot
+from gymloop.weights.source import WeightSource
 
 LAYER_TYPES = ("full_attention", "sliding_attention")
 PROBE_TOKENS = 12
@@ -105,20 +105,29 @@ class Decoder:
             cache.step = None
         return output.logits[0].float()
 
-    def check_fits(self, snapshot: WeightSnapshot) -> None:
-        """Check that the snapshot holds exactly this model's parameters.
+    def check_fits(self, source: WeightSource) -> None:
+        """Check that the source holds exactly this model's parameters.
 
         Raises:
             ConfigError: it does not.
         """
-        check_fits(snapshot, self.model)
+        check_fits(source, self.model)
 
-    def replace_weights(self, snapshot: WeightSnapshot) -> None:
-        """Copy a snapshot that fits into the parameters, which stay where they are; types become the model's."""
+    def replace_weights(self, source: WeightSource) -> None:
+        """Copy weights that fit into the parameters, which stay where they are; types become the model's.
+
+        Raises:
+            InfraError: the source ended early; some parameters have their new values, some the old ones.
+        """
         parameters = dict(self.model.named_parameters())
         with torch.no_grad():
-            for name, tensor in snapshot.tensors():
-                parameters[name].copy_(tensor)
+            if not all(parameter.is_contiguous() for parameter in parameters.values()):
+                for name, tensor in source.tensors():
+                    parameters[name].copy_(tensor)
+                return
+            for piece in source.pieces():
+                flat = parameters[piece.entry.name].view(-1)
+                flat[piece.begin : piece.begin + piece.values.numel()].copy_(piece.values)
 
     @torch.inference_mode()
     def probe(self, make_rows: Callable[[], Rows[Any]]) -> None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 from gymloop.errors import ConfigError
 
 if TYPE_CHECKING:
-    from gymloop.weights.snapshot import WeightSnapshot
+    from gymloop.weights.source import WeightSource
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,11 +152,16 @@ class Engine(Protocol):
     def resume(self) -> None:
         """Go on after ``pause``."""
 
-    def load_weights(self, snapshot: WeightSnapshot, version: int) -> None:
+    def load_weights(self, source: WeightSource, version: int) -> None:
         """Replace every parameter in place; nothing is sampled from a half-replaced model.
 
+        Args:
+            source: read to its end, once: ``pieces`` or ``tensors``, whichever the engine can use.
+            version: number of the new weights.
+
         Raises:
-            ConfigError: the snapshot lacks a parameter, has one too many, or a shape differs; nothing was changed.
+            ConfigError: the source lacks a parameter, has one too many, or a shape differs; nothing was changed.
+            InfraError: the source ended early; whoever samples is told so until a later update is complete.
         """
 
     def close(self) -> None:

@@ -57,6 +57,7 @@ class StepLoop:
         self._closing = False
         self._dead: BaseException | None = None
         self._version = 0
+        self._unfinished: str | None = None  # why the weights are half replaced
         self._step_since: float | None = None
 
         self.thread = threading.Thread(target=self._run, name="gymloop-torch-engine", daemon=True)
@@ -73,10 +74,12 @@ class StepLoop:
         """Take a request in.
 
         Raises:
-            InfraError: the loop is dead or closed, or the id is in flight already.
+            InfraError: the loop is dead or closed, its weights are half replaced, or the id is in flight already.
         """
         with self._condition:
             self._require_alive()
+            if self._unfinished is not None:
+                raise InfraError(self._unfinished)
             if request.request_id in self._in_flight:
                 raise InfraError(f"request {request.request_id!r} is already in flight; request ids must be unique")
             self._in_flight[request.request_id] = request
@@ -136,6 +139,9 @@ class StepLoop:
     def change_weights(self, change: Callable[[], None], version: int) -> None:
         """Run ``change`` while no step runs, and count what was computed before as void.
 
+        Where ``change`` raises, the weights may be half replaced and are never sampled from: what is in flight fails,
+        and so does whatever is submitted, until a change has come to its end.
+
         Raises:
             InfraError: the running step did not end, or the loop is dead.
         """
@@ -143,11 +149,26 @@ class StepLoop:
             try:
                 change()
             except BaseException as error:
-                self._die(error)  # half-changed weights must never be sampled from
+                self._fail_all(
+                    f"the engine has no weights to sample from: their sync to version {version} was not finished "
+                    f"({_describe(error)})"
+                )
                 raise
             with self._condition:
                 self._version = version
+                self._unfinished = None
                 self._forget_due = True
+
+    def _fail_all(self, unfinished: str) -> None:
+        with self._condition:
+            self._unfinished = unfinished
+            for request in self._in_flight.values():
+                # Before the thread sees that it is aborted, and frees its row: the first outcome counts.
+                request.settle(InfraError(f"request {request.request_id!r} was lost: {unfinished}"))
+                request.aborted = True
+            self._in_flight.clear()
+            self._sweep_due = True
+            self._condition.notify_all()
 
     def close(self) -> None:
         """End the thread; requests in flight raise InfraError. Safe to call twice.

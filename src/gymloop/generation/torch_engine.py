@@ -27,7 +27,7 @@ from gymloop.generation.request import Request
 from gymloop.generation.rows import Rows
 from gymloop.generation.step_loop import StepLoop
 from gymloop.models.load import OnBytes
-from gymloop.weights.snapshot import WeightSnapshot
+from gymloop.weights.source import WeightSource
 
 
 class TorchEngine:
@@ -179,7 +179,13 @@ class TorchEngine:
         """Go on after ``pause``."""
         self._loop.resume()
 
-    def load_weights(self, snapshot: WeightSnapshot, version: int) -> None:
+    def sleep(self, level: int = 1) -> None:
+        """Nothing: beside a policy of the sizes that this engine is for there is room for its memory."""
+
+    def wake(self, tags: Sequence[str] | None = None) -> None:
+        """Nothing; see ``sleep``."""
+
+    def load_weights(self, source: WeightSource, version: int) -> None:
         """Replace every parameter in place, between two steps; requests in flight go on with the new weights.
 
         Everything is checked before anything changes. Floating types are converted to the engine's. Cached keys and
@@ -187,13 +193,14 @@ class TorchEngine:
 
         Raises:
             ConfigError: a parameter is missing, unknown, twice there, tied, or of another shape; nothing was changed.
-            InfraError: the running step did not end, or the engine is dead.
+            InfraError: the running step did not end, or the engine is dead; or the source ended early: the weights are
+                then half replaced, and every request fails with this sync's name until another one has been complete.
         """
         with self._load_lock:
             self._loop.require_alive()
             decoder = self._live_decoder()
-            decoder.check_fits(snapshot)
-            self._loop.change_weights(lambda: decoder.replace_weights(snapshot), version)
+            decoder.check_fits(source)
+            self._loop.change_weights(lambda: decoder.replace_weights(source), version)
 
     def close(self) -> None:
         """Free the model and end the engine's thread; requests in flight raise InfraError. Safe to call twice.

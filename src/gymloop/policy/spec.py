@@ -20,6 +20,7 @@ class PolicySpec:
         optimizer: arguments of AdamW.
         precision: compute type over float32 masters; ``auto`` takes bfloat16 where the device has it natively.
         device: as torch names it.
+        starts_on_host: read the weights on the host, and move to ``device`` only when told to: an engine has it.
         lr_warmup_steps: training steps over which the learning rate rises linearly; supervised steps do not count.
         max_grad_norm: clip the global gradient norm to this; None does not clip.
         packing: compute tokens that sequences share once; False computes padded rows.
@@ -37,6 +38,7 @@ class PolicySpec:
     optimizer: OptimizerKwargs
     precision: Literal["auto", "float32", "bfloat16"] = "auto"
     device: str = "cpu"
+    starts_on_host: bool = False
     lr_warmup_steps: int = 0
     max_grad_norm: float | None = 1.0
     packing: bool = True

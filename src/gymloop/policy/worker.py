@@ -36,7 +36,11 @@ from gymloop.policy.forward import (
     why_not_packed,
 )
 from gymloop.policy.optimizer import MasterAdamW, NonFiniteError
+from gymloop.policy.residence import move
 from gymloop.policy.spec import PolicySpec
+from gymloop.weights.offer import Offer, SyncRequest
+from gymloop.weights.place import Place, here
+from gymloop.weights.sender import WeightSender
 from gymloop.weights.snapshot import WeightSnapshot, take
 
 
@@ -54,6 +58,7 @@ class PolicyWorker:
         self._optimizer: MasterAdamW | None = None
         self._packing = False
         self._progress = ("the weights", 0, 0)
+        self._sender = WeightSender(lambda: self._model.named_parameters(), spec.device)
 
     def load_progress(self) -> tuple[str, int, int]:
         """What is being loaded, the bytes of it that are there, and their total (0 where it is not bytes).
@@ -81,7 +86,8 @@ class PolicyWorker:
             torch.use_deterministic_algorithms(True)
         torch.manual_seed(self.spec.seed)
         precision = settle_precision(self.spec.precision, self.spec.device)
-        model = load_causal_lm(self.spec.model_folder, "float32", self.spec.device, self._read)
+        device = "cpu" if self.spec.starts_on_host else self.spec.device
+        model = load_causal_lm(self.spec.model_folder, "float32", device, self._read)
         self._progress = ("the comparison of packed with unpacked rows", 0, 0)
         reason: str | None = "policy.sequence_packing.enabled is false"
         if self.spec.packing:
@@ -97,7 +103,7 @@ class PolicyWorker:
         )
         self._model = model
         if self.spec.loss.reference_policy_kl_penalty > 0:
-            reference = load_causal_lm(self.spec.model_folder, precision, self.spec.device, self._read)
+            reference = load_causal_lm(self.spec.model_folder, precision, device, self._read)
             self._reference = reference.requires_grad_(False)
             if self._packing:
                 use_tree_attention(self._reference)
@@ -109,6 +115,20 @@ class PolicyWorker:
             "threads": torch.get_num_threads(),
             "seconds": time.monotonic() - begin,
         }
+
+    def to_device(self) -> None:
+        """Move everything to where it computes; nothing changes where it is there."""
+        self._move(self.spec.device)
+
+    def to_host(self) -> None:
+        """Leave the device to others; everything but ``save``, ``restore`` and ``to_device`` needs it back first."""
+        self._move("cpu")
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+    def _move(self, device: str) -> None:
+        models = [model for model in (self._model, self._reference) if model is not None]
+        move(models, self._loaded(), lambda tensor: tensor.to(device))
 
     def train(self, batch: TrainBatch) -> dict[str, float]:
         """Make the policy-gradient steps of one batch: one, or as ``rollouts_per_optimizer_step`` cuts it.
@@ -188,6 +208,22 @@ class PolicyWorker:
         self._loaded()
         return take(self._model.named_parameters())
 
+    def place(self) -> Place:
+        """Where the weights are."""
+        return here(self.spec.device)
+
+    def offer_weights(self, request: SyncRequest) -> Offer:
+        """Make the present weights, in the compute precision, reachable for engines; see ``WeightSender``.
+
+        Nothing may change them before ``release_weights``.
+        """
+        self._loaded()
+        return self._sender.offer(request)
+
+    def release_weights(self, complete: bool) -> dict[str, float]:
+        """The sync is over, with all engines or not; see ``WeightSender.release``."""
+        return self._sender.release(complete)
+
     def save(self, folder: str | Path) -> None:
         """Write weights, optimizer and generators; see ``state``.
 
@@ -213,6 +249,7 @@ class PolicyWorker:
 
     def close(self) -> None:
         """Let go of the model; every other call fails from now on. Safe to call twice."""
+        self._sender.close()
         self._model = self._reference = self._optimizer = None
 
     def _read(self, done: int, total: int) -> None:

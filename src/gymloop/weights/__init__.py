@@ -1,1 +1,2 @@
-"""Moving weights from the policy into engines: ``snapshot`` is what moves, whatever carries it."""
+"""Moving weights from the policy into engines: ``layout`` is what moves, ``transport`` says how, ``sender`` and
+``receiver`` do it."""

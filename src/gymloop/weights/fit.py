@@ -1,15 +1,15 @@
-"""A snapshot is checked as a whole before one byte of a model changes."""
+"""Weights are checked against a model by their manifest, before one byte of the model changes."""
 
 from __future__ import annotations
 
 import torch
 
 from gymloop.errors import ConfigError
-from gymloop.weights.snapshot import WeightSnapshot
+from gymloop.weights.source import WeightSource
 
 
-def check_fits(snapshot: WeightSnapshot, model: torch.nn.Module) -> None:
-    """Check that the snapshot holds exactly the model's parameters, each once and whole.
+def check_fits(source: WeightSource, model: torch.nn.Module) -> None:
+    """Check that the source holds exactly the model's parameters, each once and whole.
 
     Raises:
         ConfigError: a parameter is missing, unknown, twice there, tied, of another shape or not of a floating type.
@@ -17,7 +17,7 @@ def check_fits(snapshot: WeightSnapshot, model: torch.nn.Module) -> None:
     parameters = dict(model.named_parameters())
     seen: set[str] = set()
     every = dict(model.named_parameters(remove_duplicate=False))
-    for entry in snapshot.manifest:
+    for entry in source.manifest:
         parameter = parameters.get(entry.name)
         if parameter is None:
             alias = every.get(entry.name)
@@ -35,10 +35,10 @@ def check_fits(snapshot: WeightSnapshot, model: torch.nn.Module) -> None:
         dtype = getattr(torch, entry.dtype, None)
         if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
             raise ConfigError(f"the weight snapshot holds {entry.name!r} as {entry.dtype}; a floating type is needed")
-        if entry.nbytes != parameter.numel() * dtype.itemsize or entry.offset + entry.nbytes > snapshot.buffer.nbytes:
+        if entry.nbytes != parameter.numel() * dtype.itemsize or entry.offset + entry.nbytes > source.nbytes:
             raise ConfigError(
                 f"the weight snapshot holds {entry.nbytes} bytes of {entry.name!r} at offset {entry.offset} of "
-                f"{snapshot.buffer.nbytes}; {parameter.numel() * dtype.itemsize} were expected within the buffer"
+                f"{source.nbytes}; {parameter.numel() * dtype.itemsize} were expected within the buffer"
             )
     missing = [name for name in parameters if name not in seen]
     if missing:

@@ -1,4 +1,4 @@
-"""A weight snapshot is one flat byte buffer and a manifest: what moves between policy and engine, whatever carries it.
+"""A weight snapshot is one flat byte buffer and a manifest: all parameters of a model at one moment, in host memory.
 
 Bytes, not tensors, because Ray's object store maps an integer-typed array without a copy and pickles a bf16 tensor
 element by element (measured ten times slower). Tied parameters appear once, under the name the model lists first.
@@ -6,33 +6,22 @@ element by element (measured ten times slower). Tied parameters appear once, und
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from gymloop.weights.layout import Entry, lay_out, read_range, total_bytes
+from gymloop.weights.source import Piece
+
 if TYPE_CHECKING:
     import torch
-
-ALIGN = 64
-
-
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """Where one parameter lies: dtype as torch names it (``float32``), byte offset into the buffer."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    offset: int
-    nbytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class WeightSnapshot:
-    """All parameters of a model.
+    """All parameters of a model; a ``WeightSource`` that may be read any number of times.
 
     Attributes:
         manifest: one entry per parameter, offsets ascending and aligned to 64 bytes.
@@ -42,43 +31,50 @@ class WeightSnapshot:
     manifest: tuple[Entry, ...]
     buffer: np.ndarray
 
+    @property
+    def nbytes(self) -> int:
+        """Size of the buffer."""
+        return self.buffer.nbytes
+
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield (name, tensor) views into the buffer, without a copy. Never write to them."""
         import torch
 
-        buffer = self.buffer if self.buffer.flags.writeable else _as_writeable(self.buffer)
+        buffer = self.buffer if self.buffer.flags.writeable else np.asarray(_Writeable(self.buffer))
         flat = torch.from_numpy(buffer)
         for entry in self.manifest:
             piece = flat[entry.offset : entry.offset + entry.nbytes]
             yield entry.name, piece.view(getattr(torch, entry.dtype)).view(entry.shape)
 
+    def pieces(self) -> Iterator[Piece]:
+        """Every parameter in one piece, a view into the buffer."""
+        for entry, (_, tensor) in zip(self.manifest, self.tensors(), strict=True):
+            yield Piece(entry, 0, tensor.view(-1))
 
-def _as_writeable(array: np.ndarray) -> np.ndarray:
+
+class _Writeable:
     """A view torch accepts without warning: torch has no read-only tensors, and ``tensors`` is documented read-only."""
-    interface = dict(array.__array_interface__)
-    interface["data"] = (interface["data"][0], False)
 
-    class Holder:
-        __array_interface__ = interface
-        base = array
-
-    return np.asarray(Holder())
+    def __init__(self, array: np.ndarray) -> None:
+        interface = dict(array.__array_interface__)
+        interface["data"] = (interface["data"][0], False)
+        self.__array_interface__ = interface
+        self._array = array  # lives as long as the view
 
 
 def take(parameters: Iterable[tuple[str, torch.Tensor]]) -> WeightSnapshot:
     """Copy parameters, in order, into one new buffer on the host."""
+    named = list(parameters)
+    manifest = lay_out(named)
+    buffer = np.zeros(total_bytes(manifest), dtype=np.uint8)  # equal weights, equal buffers: the gaps are bytes too
+    fill(buffer, named, manifest)
+    return WeightSnapshot(manifest, buffer)
+
+
+def fill(buffer: np.ndarray, named: list[tuple[str, torch.Tensor]], manifest: tuple[Entry, ...]) -> None:
+    """Copy parameters to where the manifest puts them in a buffer on the host; done when it returns."""
     import torch
 
-    named = list(parameters)
-    manifest: list[Entry] = []
-    end = 0
-    for name, tensor in named:
-        nbytes = tensor.numel() * tensor.element_size()
-        manifest.append(Entry(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), end, nbytes))
-        end += math.ceil(nbytes / ALIGN) * ALIGN
-    buffer = np.zeros(end, dtype=np.uint8)  # the gaps between entries are bytes too: equal weights, equal buffers
-    flat = torch.from_numpy(buffer)
-    for entry, (_, tensor) in zip(manifest, named, strict=True):
-        piece = flat[entry.offset : entry.offset + entry.nbytes].view(tensor.dtype).view(tensor.shape)
-        piece.copy_(tensor.detach())
-    return WeightSnapshot(tuple(manifest), buffer)
+    read_range(dict(named), manifest, 0, buffer.nbytes, torch.from_numpy(buffer))
+    if any(tensor.is_cuda for _, tensor in named):
+        torch.cuda.synchronize()
