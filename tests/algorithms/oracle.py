@@ -27,6 +27,22 @@ def advantages(rewards: Sequence[float], leave_one_out: bool, normalize: bool) -
     return result
 
 
+def penalised(
+    advantage: float, turns: Sequence[tuple[int, bool, bool]], invalid: float | None, malformed: float | None
+) -> list[float]:
+    """The advantage of every sampled token of a rollout, whose turns are (tokens, invalid call, malformed thinking)."""
+    result = []
+    for tokens, is_invalid, is_malformed in turns:
+        for _ in range(tokens):
+            if is_invalid and invalid is not None:
+                result.append(invalid)
+            elif is_malformed and malformed is not None:
+                result.append(malformed)
+            else:
+                result.append(advantage)
+    return result
+
+
 def policy_loss(
     tokens: Sequence[dict[str, float]],
     *,

@@ -12,6 +12,8 @@ kept or dropped whole. The result depends on the rollouts alone, never on the or
 | of a zero-signal group                   | yes            | yes      | yes, with advantage 0    |
 | any other                                | yes            | yes      | yes                      |
 
+A turn that is wrong in form may have an advantage of its own, see ``penalties``; its rollout counts as any other.
+
 Zero-signal rollouts stay in the denominator so that a token weighs the same whether its neighbours' group was solved by
 all or by some: the step shrinks as the task is mastered. They also feel the KL penalty.
 """
@@ -29,6 +31,7 @@ import numpy as np
 
 from gymloop.algorithms.advantages import MAX_REWARD, group_advantages, is_zero_signal
 from gymloop.algorithms.batch import TrainBatch, TrainSequence
+from gymloop.algorithms.penalties import token_advantages, turn_penalties
 from gymloop.algorithms.weighting import weigh
 from gymloop.config.schema import Grpo, Loss, Rollouts
 from gymloop.errors import DataError
@@ -69,11 +72,12 @@ def prepare_batch(groups: Sequence[Group], grpo: Grpo, loss_fn: Loss, rollouts: 
       ``signal/zero_groups`` (kept, all rewards equal): counts
     * ``tokens/trained`` (carry loss), ``tokens/batch`` (forward and backward): counts; ``segments/per_rollout`` over
       trained rollouts, above 1 where histories were rewritten
-    * ``advantages/min``, ``advantages/max`` over kept rollouts
+    * ``advantages/min``, ``advantages/max`` over kept rollouts, before penalties
+    * ``signal/penalised_turns``: turns that are trained with the advantage of a penalty; a count
 
     Args:
         groups: in any order; each prompt once.
-        grpo: baseline, normalisation, overlong filtering.
+        grpo: baseline, normalisation, overlong filtering, penalties.
         loss_fn: token or sequence level.
         rollouts: ``min_group_size``.
 
@@ -93,6 +97,7 @@ def prepare_batch(groups: Sequence[Group], grpo: Grpo, loss_fn: Loss, rollouts: 
 
     sequences: list[TrainSequence] = []
     advantages: list[float] = []
+    penalised = 0
     for group in kept:
         group_signal = group_advantages(
             [trajectory.reward for trajectory in group.trajectories],
@@ -102,7 +107,12 @@ def prepare_batch(groups: Sequence[Group], grpo: Grpo, loss_fn: Loss, rollouts: 
         for trajectory, advantage in zip(group.trajectories, group_signal, strict=True):
             advantages.append(float(advantage))
             if not (grpo.overlong_filtering and trajectory.truncated):
-                sequences.extend(_sequences(trajectory, advantage))
+                penalties = turn_penalties(trajectory, grpo)
+                sequences.extend(_sequences(trajectory, float(advantage), penalties))
+                penalised += sum(
+                    penalty is not None and bool(turn.sampled_ids)
+                    for penalty, turn in zip(penalties, trajectory.turns, strict=True)
+                )
     batch = TrainBatch(weigh(sequences, token_level=loss_fn.token_level_loss))
 
     metrics = _rollout_metrics(groups, grpo.num_generations_per_prompt)
@@ -111,6 +121,7 @@ def prepare_batch(groups: Sequence[Group], grpo: Grpo, loss_fn: Loss, rollouts: 
         "groups/short": float(len(dropped)),
         "groups/dropped": float(len(dropped)),
         "signal/zero_groups": float(sum(is_zero_signal([t.reward for t in group.trajectories]) for group in kept)),
+        "signal/penalised_turns": float(penalised),
         "tokens/trained": float(batch.num_trained),
         "tokens/batch": float(batch.num_tokens),
     }
@@ -156,9 +167,11 @@ def rollout_metrics(groups: Sequence[Group], *, group_size: int) -> dict[str, fl
     * ``reward/mean``, ``reward/std`` (population), ``reward/min``, ``reward/max``;
       ``reward/components/<name>/mean`` over the rollouts that report the component
     * ``rollouts/finished``, ``rollouts/failed``, ``rollouts/truncated``, ``rollouts/missing`` (neither finished nor
-      failed), ``failures/<kind>``: counts
+      failed), ``rollouts/penalised`` (finished with a reward that a penalty took), ``penalties/<name>``,
+      ``failures/<kind>``: counts
     * ``tools/calls_per_rollout``, ``tools/rollouts_with_calls`` (fraction), ``tools/bad_call_rate`` (bad calls over all
       calls, 0 without any), ``turns/mean``
+    * ``rollouts/invalid_tool_call_rate``, ``rollouts/malformed_thinking_rate``: share of the turns that carry the flag
     * ``tokens/sampled``: count
 
     Args:
@@ -228,11 +241,12 @@ def _why_empty(groups: Sequence[Group], kept: Sequence[Group], dropped: Sequence
     return f"no rollout of {len(kept)} kept groups has a token to train: every one is empty or filtered as overlong"
 
 
-def _sequences(trajectory: Trajectory, advantage: np.float32) -> Iterable[TrainSequence]:
-    """The segments of one rollout, every sampled token with the rollout's advantage; weights are not set yet."""
+def _sequences(trajectory: Trajectory, advantage: float, penalties: Sequence[float | None]) -> Iterable[TrainSequence]:
+    """The segments of one rollout, every sampled token with its advantage; weights are not set yet."""
     _check_logprobs(trajectory)
+    sampled = [len(turn.sampled_ids) for turn in trajectory.turns]
     for segment in segments(trajectory.turns):
-        count = len(segment.sampled)
+        count, first = len(segment.sampled), segment.first_turn
         if segment.sampled[0] == 0:
             raise DataError(
                 f"group {trajectory.group_id!r}, sample {trajectory.sample_id}: "
@@ -243,7 +257,7 @@ def _sequences(trajectory: Trajectory, advantage: np.float32) -> Iterable[TrainS
             sample_id=trajectory.sample_id,
             ids=np.asarray(segment.ids, dtype=np.int64),
             sampled=np.asarray(segment.sampled, dtype=np.int64),
-            advantages=np.full(count, advantage, dtype=np.float32),
+            advantages=token_advantages(advantage, penalties[first:], sampled[first:])[:count],
             weights=np.zeros(count, dtype=np.float32),
             engine_logprobs=np.asarray(segment.logprobs, dtype=np.float32),
         )
@@ -266,12 +280,15 @@ def _rollout_metrics(groups: Sequence[Group], group_size: int) -> dict[str, floa
     finished = [trajectory for group in groups for trajectory in group.trajectories]
     failures = [failure for group in groups for failure in group.failures]
     kinds = Counter(failure.kind for failure in failures)
+    penalties = Counter(name for trajectory in finished for name in trajectory.penalties)
     missing = sum(max(0, group_size - len(group.trajectories) - len(group.failures)) for group in groups)
     metrics = {
         "rollouts/finished": float(len(finished)),
         "rollouts/failed": float(len(failures)),
         "rollouts/truncated": float(sum(trajectory.truncated for trajectory in finished)),
         "rollouts/missing": float(missing),
+        "rollouts/penalised": float(sum(bool(trajectory.penalties) for trajectory in finished)),
+        **{f"penalties/{name}": float(count) for name, count in sorted(penalties.items())},
         **{f"failures/{kind}": float(kinds[kind]) for kind in get_args(FailureKind)},
         "failures/attempts": float(_failed_attempts(finished, failures)),
         "tokens/sampled": float(sum(len(turn.sampled_ids) for trajectory in finished for turn in trajectory.turns)),
@@ -286,6 +303,7 @@ def _rollout_metrics(groups: Sequence[Group], group_size: int) -> dict[str, floa
     names = sorted({name for trajectory in finished for name in trajectory.components})
     good = sum(trajectory.tool_calls for trajectory in finished)
     bad = sum(trajectory.bad_tool_calls for trajectory in finished)
+    flags = [each for trajectory in finished for each in trajectory.flags]
     return metrics | {
         "reward/mean": float(rewards.mean()),
         "reward/std": float(rewards.std()),
@@ -298,6 +316,8 @@ def _rollout_metrics(groups: Sequence[Group], group_size: int) -> dict[str, floa
         "tools/calls_per_rollout": good / len(finished),
         "tools/bad_call_rate": bad / (good + bad) if good + bad else 0.0,
         "tools/rollouts_with_calls": sum(trajectory.tool_calls > 0 for trajectory in finished) / len(finished),
+        "rollouts/invalid_tool_call_rate": sum(each.invalid_tool_call for each in flags) / max(1, len(flags)),
+        "rollouts/malformed_thinking_rate": sum(each.malformed_thinking for each in flags) / max(1, len(flags)),
         "turns/mean": mean(len(trajectory.turns) for trajectory in finished),
     }
 

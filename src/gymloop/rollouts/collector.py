@@ -24,15 +24,18 @@ import logging
 import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from gymloop.config.schema import Rollouts
+from gymloop.config.schema import RewardPenalties, Rollouts
 from gymloop.errors import DataError, GymloopError, InfraError, PolicyError
 from gymloop.gym.agent import Conversation
 from gymloop.gym.agents import Agent, Terms, agent_of
 from gymloop.gym.contract import Row, SessionSource
 from gymloop.gym.deadline import within
 from gymloop.gym.model_client import ModelClient, Profile
+from gymloop.gym.replicas import Replicas
+from gymloop.rollouts.flags import NEMO_RL, Patterns, flag_turns
+from gymloop.rollouts.penalties import penalised
 from gymloop.rollouts.retry import backoff_s
 from gymloop.rollouts.trajectory import Failure, FailureKind, Group, Rollout, Trajectory
 
@@ -65,24 +68,35 @@ class Collector:
 
     Attributes:
         sources: by the name that rows carry in ``agent_ref``: an agent, or an environment for the ``tool_calling`` one.
-        model: an open client.
+        model: an open client, or those of several replicas: each attempt of a rollout stays on one of them.
         limits: concurrency, deadlines and attempts.
         max_turns: model calls per rollout.
         max_tokens: tokens per model call.
         profile: sampling profile of the requests.
         seed: of the run; with a rollout's ids it seeds the environment's session.
+        patterns: by which turns are flagged.
+        penalties: which faults take a rollout its reward.
     """
 
     sources: Mapping[str, SessionSource | Agent]
-    model: ModelClient
+    model: ModelClient | Replicas
     limits: Rollouts
     max_turns: int
     max_tokens: int
     profile: Profile = "train"
     seed: int = 0
+    patterns: Patterns = NEMO_RL
+    penalties: RewardPenalties = field(default_factory=RewardPenalties)
 
-    async def collect(self, tasks: Sequence[RolloutTask]) -> AsyncGenerator[Rollout, None]:
+    async def collect(
+        self, tasks: Sequence[RolloutTask], at_once: Callable[[RolloutTask, Rollout], None] | None = None
+    ) -> AsyncGenerator[Rollout, None]:
         """Yield one record per task, as each finishes. Closing the generator (``aclosing``) cancels the rest.
+
+        Args:
+            tasks: with ids that differ.
+            at_once: called with each record the moment it is there. Records that wait to be yielded are lost when the
+                generator is closed; whoever must not lose one takes it here.
 
         Raises:
             ConfigError: see the module.
@@ -95,7 +109,10 @@ class Collector:
 
         async def lane() -> None:
             for task in waiting:
-                finished.put_nowait(await self._rollout(task))
+                rollout = await self._rollout(task)
+                if at_once is not None:
+                    at_once(task, rollout)
+                finished.put_nowait(rollout)
 
         lanes = [asyncio.create_task(lane()) for _ in range(min(self.limits.max_concurrency, len(tasks)))]
         for running in lanes:
@@ -135,13 +152,16 @@ class Collector:
     async def _rollout(self, task: RolloutTask) -> Rollout:
         """Attempt a task until it ends in a verdict or its attempts are used up."""
         failure: Failure | None = None
+        failed_at: set[str] = set()
         for attempt in range(self.limits.max_infra_attempts):
             if attempt:
                 await asyncio.sleep(backoff_s(attempt, f"{task.group_id}/{task.sample_id}"))
             conversation = Conversation()
             try:
-                work = self._attempt(task, attempt, conversation)
-                return await within(self.limits.deadline_s, "rollout", work)
+                with self.model.lease(failed_at) as model:
+                    failed_at.add(model.url)  # of attempts that end well nobody asks
+                    work = self._attempt(task, attempt, model, conversation)
+                    return await within(self.limits.deadline_s, "rollout", work)
             except InfraError as error:
                 failure = _failure(task, attempt, "infra", error, conversation)
                 log.info("attempt %d of %s/%d failed: %s", attempt, task.group_id, task.sample_id, error)
@@ -153,7 +173,9 @@ class Collector:
             raise ValueError("max_infra_attempts must be at least 1")
         return failure
 
-    async def _attempt(self, task: RolloutTask, attempt: int, conversation: Conversation) -> Trajectory:
+    async def _attempt(
+        self, task: RolloutTask, attempt: int, model: ModelClient, conversation: Conversation
+    ) -> Trajectory:
         start = time.monotonic()
         terms = Terms(
             max_turns=self.max_turns,
@@ -165,8 +187,8 @@ class Collector:
             seed=rollout_seed(self.seed, task),
         )
         agent = agent_of(self.sources[task.row["agent_ref"]["name"]])
-        verdict = await agent.play(task.row, self.model, conversation, terms)
-        return Trajectory(
+        verdict = await agent.play(task.row, model, conversation, terms)
+        trajectory = Trajectory(
             group_id=task.group_id,
             sample_id=task.sample_id,
             attempt=attempt,
@@ -178,7 +200,9 @@ class Collector:
             bad_tool_calls=conversation.bad_tool_calls,
             output=tuple(conversation.output),
             seconds=time.monotonic() - start,
+            flags=flag_turns(conversation.output, [turn.malformed_calls for turn in conversation.turns], self.patterns),
         )
+        return penalised(trajectory, self.penalties)
 
 
 def assemble_groups(tasks: Sequence[RolloutTask], rollouts: Iterable[Rollout]) -> list[Group]:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from gymloop.errors import Cause
+from gymloop.rollouts.flags import Flags
 from gymloop.tokens.divergence import Divergence, diverge
 from gymloop.tokens.provenance import Run, join_runs, last_tokens
 
@@ -29,21 +30,23 @@ class Turn:
         sampled_ids: the tokens it sampled, end token included when one was sampled.
         logprobs: natural-log probability of each sampled token under the distribution it was drawn from.
         finish_reason: why sampling ended; ``length`` also when the context limit cut it.
-        first_version: weight version that sampled the first token.
+        first_version: weight version that sampled the first token; None where the server has no versions.
         last_version: weight version that sampled the last token.
         divergence: why the prompt does not continue the turn before; None where it does, and for a first turn.
         provenance: of the last so many prompt tokens, at least those behind the turn before; None where the server was
             not asked or could not tell.
+        malformed_calls: tool calls in it that the server's parser could not read.
     """
 
     prompt_ids: tuple[int, ...]
     sampled_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
     finish_reason: FinishReason
-    first_version: int
-    last_version: int
+    first_version: int | None
+    last_version: int | None
     divergence: Divergence | None = None
     provenance: tuple[Run, ...] | None = None
+    malformed_calls: int = 0
 
     def __post_init__(self) -> None:
         if len(self.sampled_ids) != len(self.logprobs):
@@ -51,6 +54,11 @@ class Turn:
                 f"a turn needs one logprob per sampled token, got {len(self.sampled_ids)} tokens "
                 f"and {len(self.logprobs)} logprobs"
             )
+
+    @property
+    def has_tokens(self) -> bool:
+        """Whether the server gave token ids; one that speaks plain OpenAI does not, and nothing of it is trained."""
+        return bool(self.prompt_ids)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,12 +91,14 @@ class Trajectory:
         sample_id: index of the rollout within its group.
         attempt: 0 for the first try, counting retries after infra failures.
         turns: the model calls, in order.
-        reward: what the environment's ``verify`` said; finite.
-        components: named parts of the reward; they sum to it.
+        reward: what the environment's ``verify`` said, or 0 with ``penalties``; finite.
+        components: named parts of the reward, as ``verify`` gave them; they sum to what it said.
         truncated: some turn ended by ``length``, or the agent hit its turn limit.
         tool_calls: tool calls the agent ran; ``bad_tool_calls`` those it could not read or route.
         output: the items of the conversation as an agent server would return them (NeMo Gym's ``response.output``).
         seconds: wall time of the rollout.
+        flags: of each turn, what it did wrong in form (see ``flags``); empty where nobody looked.
+        penalties: names of those that took the reward; see ``penalties``.
     """
 
     group_id: str
@@ -102,6 +112,8 @@ class Trajectory:
     bad_tool_calls: int = 0
     output: tuple[Mapping[str, Any], ...] = ()
     seconds: float = 0.0
+    flags: tuple[Flags, ...] = ()
+    penalties: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,11 +176,14 @@ def as_record(rollout: Rollout) -> dict[str, Any]:
     return shared | {
         "reward": rollout.reward,
         "components": dict(rollout.components),
+        "penalties": list(rollout.penalties),
         "truncated": rollout.truncated,
         "turns": len(rollout.turns),
         "sampled_tokens": sum(len(turn.sampled_ids) for turn in rollout.turns),
         "tool_calls": rollout.tool_calls,
         "bad_tool_calls": rollout.bad_tool_calls,
+        "invalid_tool_call_turns": [turn for turn, flags in enumerate(rollout.flags) if flags.invalid_tool_call],
+        "malformed_thinking_turns": [turn for turn, flags in enumerate(rollout.flags) if flags.malformed_thinking],
         "weight_versions": [rollout.turns[0].first_version, rollout.turns[-1].last_version] if rollout.turns else [],
         "segments": [_segment_record(segment) for segment in all_segments(rollout.turns)],
         "output": [{key: value for key, value in item.items() if key not in bundle} for item in rollout.output],
@@ -206,24 +221,31 @@ def all_segments(turns: Sequence[Turn]) -> tuple[Segment, ...]:
 
 def _join(turns: Sequence[Turn], start: int, result: list[Segment]) -> int:
     """Append the segment that begins with turn ``start``; the index of the first turn that does not continue it."""
-    ids: list[int] = []
     sampled: list[int] = []
     logprobs: list[float] = []
     runs: list[Run] = []
+    length = 0  # tokens before the prompt's new ones
+    last: Turn | None = None
     for index in range(start, len(turns) + 1):
-        if index == len(turns) or list(turns[index].prompt_ids[: len(ids)]) != ids:
+        if index == len(turns) or (last is not None and not _continues(turns[index].prompt_ids, last)):
             break
-        turn = turns[index]
-        new = turn.prompt_ids[len(ids) :]
-        runs += last_tokens(turn.provenance or (), len(new))
+        last = turn = turns[index]
+        end = len(turn.prompt_ids)
+        runs += last_tokens(turn.provenance or (), end - length)
         runs.append(("sampled", len(turn.sampled_ids)))
-        ids.extend(new)
-        sampled.extend(range(len(ids), len(ids) + len(turn.sampled_ids)))
-        ids.extend(turn.sampled_ids)
+        length = end + len(turn.sampled_ids)
+        sampled.extend(range(end, length))
         logprobs.extend(turn.logprobs)
-    began = _began(turns, start)
-    result.append(Segment(tuple(ids), tuple(sampled), tuple(logprobs), start, began, join_runs(runs)))
+    ids = () if last is None else last.prompt_ids + last.sampled_ids
+    result.append(Segment(ids, tuple(sampled), tuple(logprobs), start, _began(turns, start), join_runs(runs)))
     return index
+
+
+def _continues(prompt: tuple[int, ...], before: Turn) -> bool:
+    """Whether a prompt begins with all tokens of a turn."""
+    middle = len(before.prompt_ids)
+    end = middle + len(before.sampled_ids)
+    return prompt[:middle] == before.prompt_ids and prompt[middle:end] == before.sampled_ids
 
 
 def _began(turns: Sequence[Turn], start: int) -> Divergence | None:
