@@ -3,17 +3,19 @@
 Two things can be wrong with a part. It is gone: its check raises, which is told at once. Or it is there and does not
 answer: that is told after a while, with what can be seen from outside. A part that has not yet answered once is still
 starting, and its start has a deadline of its own. Time during which this process itself stood still counts for nothing.
+A part whose work can begin anew elsewhere may come with a way to revive it; then only the end of that is a failure.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
-from typing import Any, NoReturn, Protocol
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, NoReturn, Protocol, TypeAlias
 
 from gymloop.errors import GymloopError, InfraError
 
 _TICK_S = 1.0
+Revive: TypeAlias = Callable[[GymloopError], Awaitable[None]]
 
 
 class Checked(Protocol):
@@ -53,12 +55,33 @@ class Health:
         self._period_s = period_s
         self._patience_s = unresponsive_after_s
         self._watches: dict[Checked, asyncio.Task[None]] = {}
+        self._excuses: dict[Checked, Callable[[GymloopError], GymloopError | None]] = {}
+        self._revived = 0
         self._failed = asyncio.Event()
         self._failure: GymloopError | None = None
 
-    def watch(self, part: Checked) -> None:
-        """Check the part from now on."""
-        self._watches[part] = asyncio.create_task(self._watch(part), name=f"health {part.name}")
+    def watch(self, part: Checked, revive: Revive | None = None) -> None:
+        """Check the part from now on.
+
+        Args:
+            part: what is watched.
+            revive: given what is wrong with the part; returns once it answers again, and raises if it cannot.
+        """
+        self._watches[part] = asyncio.create_task(self._watch(part, revive), name=f"health {part.name}")
+
+    def take_revived(self) -> int:
+        """How many times a part was revived since the last call."""
+        revived, self._revived = self._revived, 0
+        return revived
+
+    def excuse(self, part: Checked, on_failure: Callable[[GymloopError], GymloopError | None]) -> None:
+        """Let ``on_failure`` decide what the part's failure means from now on.
+
+        Args:
+            part: one that is watched.
+            on_failure: told of it once; returns None where the run goes on without the part, else what has failed.
+        """
+        self._excuses[part] = on_failure
 
     def forget(self, part: Checked) -> None:
         """Stop checking it: it is about to be ended on purpose. May be called from any thread."""
@@ -70,15 +93,23 @@ class Health:
         await self._failed.wait()  # bounded: by whatever it runs beside; it is cancelled when that ends
         raise self._failure or InfraError("a part failed")
 
-    async def _watch(self, part: Checked) -> None:
+    async def _watch(self, part: Checked, revive: Revive | None) -> None:
         patience = float("inf")
         try:
             while True:  # bounded: until ``forget``
-                await _answered(part, patience)
+                try:
+                    await _answered(part, patience)
+                except GymloopError as error:
+                    if revive is None:
+                        raise
+                    await revive(error)
+                    self._revived += 1
                 patience = self._patience_s
                 await asyncio.sleep(self._period_s)
         except GymloopError as error:
-            self._fail(error)
+            excuse = self._excuses.get(part)
+            if (failure := error if excuse is None else excuse(error)) is not None:
+                self._fail(failure)
         except Exception as error:  # noqa: BLE001  (not swallowed: it ends the run under the part's name)
             self._fail(InfraError(f"{part.name} could not be checked: {type(error).__name__}: {error}"))
 

@@ -12,6 +12,8 @@ import yaml
 from gymloop.gym.nemo.host import Gym
 from gymloop.gym.nemo.install import Installation, Wanted, install, run_ray
 
+from .contract import EXTRAS
+
 APP = """
 import json, os, signal, subprocess, sys, time
 import uvicorn
@@ -23,7 +25,7 @@ name = os.environ["NEMO_GYM_CONFIG_PATH"]
 config = json.loads(os.environ["NEMO_GYM_CONFIG_DICT"])
 settings = config[name]["resources_servers"]["odd"]
 print("starting", name, flush=True)
-if settings.get("dies"):
+if settings.get("dies") or os.path.exists(settings.get("dies_if", "")):
     raise SystemExit("no such dictionary: words.txt")
 time.sleep(settings.get("sleeps", 0))
 if settings.get("stubborn"):
@@ -43,7 +45,11 @@ async def die(request):
     print("a tool went wrong", flush=True)
     os._exit(3)
 
-routes = [Route("/healthz", healthz), Route("/told", told), Route("/die", die)]
+async def stand_still(request):
+    print("standing still", flush=True)
+    time.sleep(600)
+
+routes = [Route("/stand_still", stand_still), Route("/healthz", healthz), Route("/told", told), Route("/die", die)]
 if __name__ == "__main__":
     uvicorn.run(Starlette(routes=routes), host=settings["host"], port=settings["port"], log_level="warning")
 """
@@ -73,4 +79,4 @@ def installation() -> Installation:
     """The cached environment; made if there is none. ``GYMLOOP_TEST_GYM`` names another."""
     if own := os.environ.get("GYMLOOP_TEST_GYM"):
         return Installation.at(Path(own))
-    return install(Wanted(ray=run_ray()), print)
+    return install(Wanted(ray=run_ray(), extras=EXTRAS), print)

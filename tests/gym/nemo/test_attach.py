@@ -10,7 +10,8 @@ import yaml
 from aiohttp import web
 
 from gymloop.errors import ConfigError, InfraError
-from gymloop.gym.nemo.attach import addresses, attach_head, attach_url
+from gymloop.gym.nemo.attach import addresses, attach_agents, attach_head, attach_url
+from gymloop.gym.nemo.blocks import Play
 
 CONFIG = {
     "shop": {"resources_servers": {"shop": {"entrypoint": "app.py", "host": "127.0.0.1", "port": 7001}}},
@@ -103,3 +104,23 @@ async def test_an_attached_server_that_is_gone_is_named(unused_tcp_port_factory)
 def test_what_is_no_address_is_refused(url):
     with pytest.raises(ConfigError, match="is not an address of a server"):
         attach_url("shop", url)
+
+
+async def test_a_head_server_says_where_and_how_the_rows_of_its_agents_are_played(serve):
+    shop = {"resources_server": {"type": "resources_servers", "name": "shop"}}
+    config = {
+        "shop": CONFIG["shop"],
+        "simple": {
+            "responses_api_agents": {
+                "simple_agent": {"entrypoint": "app.py", "host": "h", "port": 7003, "max_steps": 6, **shop}
+            }
+        },
+        "own": {
+            "responses_api_agents": {"langgraph_agent": {"entrypoint": "app.py", "host": "h", "port": 7004, **shop}}
+        },
+    }
+    url = await serve({"/global_config_dict_yaml": orjson.dumps(yaml.safe_dump(config)).decode()})
+    assert await attach_agents(url) == {
+        "simple": ("http://127.0.0.1:7001", Play("shop", "tool_calling", 6)),
+        "own": ("http://h:7004", Play("own", "remote")),
+    }

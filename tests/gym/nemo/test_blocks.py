@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from gymloop.errors import ConfigError
-from gymloop.gym.nemo.blocks import select
+from gymloop.gym.nemo.blocks import Play, plays, select
 from gymloop.gym.nemo.configs import Source, merge, parse
 
 
@@ -152,3 +152,39 @@ def test_an_override_that_nothing_reads_is_refused(override, said):
 def test_settings_that_servers_read_are_passed_on():
     given = {"global_aiohttp_connector_limit": 100, "port_range_low": 15000}
     assert chosen(resources(), given).settings == {"global_aiohttp_connector_limit": 100}
+
+
+def test_each_agent_says_where_and_how_its_rows_are_played():
+    config = {
+        **resources(),
+        **agent("simple", max_steps=6),
+        **agent("free"),
+        **agent("steps", "gymnasium_agent"),
+        **agent("own", "langgraph_agent"),
+    }
+    assert plays(chosen(config)) == {
+        "simple": Play("shop", "tool_calling", 6),
+        "free": Play("shop", "tool_calling", None),
+        "steps": Play("shop", "gymnasium", 10),
+        "own": Play("own", "remote"),
+    }
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"resources_server": {"type": "resources_servers", "name": "shpo"}}, "did you mean 'shop'"),
+        ({"resources_server": None}, "shop_agent plays on no server"),
+        ({"max_steps": 0}, "shop_agent.max_steps is 0; expected a number of model calls"),
+        ({"max_steps": "6"}, "shop_agent.max_steps is '6'"),
+    ],
+)
+def test_an_agent_that_cannot_play_is_refused(settings, said):
+    with pytest.raises(ConfigError, match=said):
+        plays(chosen({**resources(), **agent(**settings)}))
+
+
+def test_the_values_of_a_block_are_not_in_its_text():
+    blocks = chosen(resources(key="${oc.env:JUDGE}"), environ={"JUDGE": "hunter2"})
+    assert blocks.servers["shop"].settings["key"] == "hunter2"
+    assert "hunter2" not in repr(blocks)

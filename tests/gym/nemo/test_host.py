@@ -216,3 +216,29 @@ async def test_a_wait_that_is_cancelled_leaves_nothing(odd, tmp_path):
     with pytest.raises(asyncio.CancelledError):
         await starting
     assert not servers_in(tmp_path)
+
+
+async def test_a_death_is_told_although_a_check_waits_in_the_queue_of_a_server_that_stands_still(odd, tmp_path):
+    servers = await host(odd({"a": {}}), tmp_path)
+    server = servers["a"]
+    stuck = asyncio.create_task(get(server.url + "/stand_still"))
+    try:
+        async with asyncio.timeout(20):
+            while "standing still" not in (tmp_path / "a.log").read_text():  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+            checking = asyncio.create_task(server.check())
+            await asyncio.sleep(0.5)
+            assert not checking.done(), "how long it may be silent is for the caller to say"
+            os.kill(server.pid, signal.SIGKILL)
+            with pytest.raises(InfraError, match="server a ended, killed by SIGKILL"):
+                await checking
+    finally:
+        stuck.cancel()
+        await close(servers)
+
+
+async def test_a_server_that_was_closed_cannot_be_started_again(odd, tmp_path):
+    servers = await host(odd({"a": {}}), tmp_path)
+    await close(servers)
+    with pytest.raises(InfraError, match="server a was closed"):
+        servers["a"].start()

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import ast
+import socket
 import sys
 
 import pytest
+import uvicorn
 
-from gymloop.gym.nemo.launch import deferred
+from gymloop.gym.nemo.launch import KEEP_ALIVE_S, deferred, serve_on
 
 HEAD = "from __future__ import annotations\nimport json\nfrom fractions import Fraction as F\n"
 
@@ -43,3 +45,16 @@ def test_without_postponed_annotations_nothing_moves():
     source = "import json\ndef f():\n    return json.dumps(1)\n"
     assert ast.unparse(deferred(ast.parse(source), ("json",))) == ast.unparse(ast.parse(source))
     assert "json" in sys.modules
+
+
+def test_uvicorn_serves_on_the_held_socket_and_keeps_idle_connections(monkeypatch):
+    served = []
+    monkeypatch.setattr(uvicorn.Config, "bind_socket", uvicorn.Config.bind_socket)  # both are put back
+    monkeypatch.setattr(
+        uvicorn.Server, "run", lambda server, sockets: served.append((sockets, server.config.timeout_keep_alive))
+    )
+    with socket.socket() as held:
+        serve_on(held)
+        uvicorn.Server(uvicorn.Config("nowhere:app")).run()
+        assert served == [([held], KEEP_ALIVE_S)]
+        assert uvicorn.Config("nowhere:app").bind_socket() is held

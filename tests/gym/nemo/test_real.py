@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 
 import aiohttp
 import pytest
+import yaml
 
+import forked
+from gymloop.errors import InfraError
 from gymloop.gym.nemo.catalog import offers
 from gymloop.gym.nemo.host import Gym, close, host
 from gymloop.gym.nemo.install import Installation
+
+from ..test_runs_over_http import Lab
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
 
@@ -63,10 +69,9 @@ async def test_two_real_servers_are_hosted_and_end_without_a_trace(installation,
 
 
 async def test_a_real_server_without_its_package_dies_with_the_reason_in_the_error(installation, tmp_path):
-    if (installation.site_packages / "reasoning_gym").exists():
-        pytest.skip("this environment has reasoning-gym")
-    gym = Gym.load(installation, {"config_paths": [config("reasoning_gym")]}, [], os.environ)
-    with pytest.raises(Exception, match=r"(?s)reasoning_gym ended, exit code 1.*No module named 'reasoning_gym'"):
+    # Its packages come from a repository and a model page, so no installation of the tests has them.
+    gym = Gym.load(installation, {"config_paths": [config("instruction_following")]}, [], os.environ)
+    with pytest.raises(InfraError, match=r"(?s)instruction_following ended, exit code 1.*No module named"):
         await host(gym, tmp_path)
 
 
@@ -76,5 +81,55 @@ def test_the_catalog_tells_what_is_there_and_what_is_missing(installation):
     workplace = found["workplace_assistant"]
     assert (workplace.rows, workplace.needs, workplace.configs[0]) == (5, "", config("workplace_assistant"))
     assert "Ray" in found["code_gen"].needs
-    if not (installation.site_packages / "reasoning_gym").exists():
-        assert found["reasoning_gym"].needs == "--extra 'reasoning-gym>=0.1.19'"
+    assert "verifiable" in found["instruction_following"].needs
+
+
+@pytest.fixture(scope="module")
+def lab(tmp_path_factory, toy):
+    """A toy model with positions for the many tools of a real environment."""
+    folder = tmp_path_factory.mktemp("real")
+    model = shutil.copytree(toy("q"), folder / "toy")
+    settings = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(settings | {"max_position_embeddings": 16384}))
+    with forked.Nursery() as nursery:
+        yield Lab(folder, model, nursery)
+
+
+def test_a_recipe_that_names_workplace_assistant_trains_two_steps_on_its_shipped_rows(lab, installation):
+    recipe = lab.recipe("workplace", {}, [])
+    content = yaml.safe_load(recipe.read_text())
+    data = installation.site_packages / "resources_servers" / "workplace_assistant" / "data" / "example.jsonl"
+    content["data"]["train"]["data_path"] = str(data)
+    content["policy"]["max_total_sequence_length"] = 16384
+    content["policy"]["generation"]["torch_cfg"]["max_batch_size"] = 4
+    content["grpo"] |= {"num_generations_per_prompt": 2, "max_rollout_turns": 8}
+    content["rollouts"] = {"call_timeout_s": 120.0}
+    content["startup"] = {"deadline_s": 300.0}
+    content["env"] = {
+        "should_use_nemo_gym": True,
+        "nemo_gym_installation": str(installation.folder),
+        "nemo_gym": {
+            "is_trajectory_collection": False,
+            "config_paths": [
+                "responses_api_models/vllm_model/configs/vllm_model_for_training.yaml",
+                config("workplace_assistant"),
+            ],
+            "workplace_assistant_simple_agent": {"responses_api_agents": {"simple_agent": {"max_steps": 2}}},
+        },
+    }
+    recipe.write_text(yaml.safe_dump(content))
+    call = (
+        '<tool_call>\n{"name": "company_directory_find_email_address", "arguments": {"name": "carlos"}}\n</tool_call>'
+    )
+    how = {"prepare": ("dictated:install", {"folder": str(lab.model), "text": call})}
+    done = lab.nursery.start("train", recipe, "--run", "r", limit_s=600, **how).wait()
+    assert done.code == 0, done.output
+    for number in (1, 2):
+        step = lab.metrics(recipe)[number]
+        assert (step["rollouts/finished"], step["rollouts/failed"]) == (4, 0)
+        assert step["tools/calls_per_rollout"] >= 1
+        for record in lab.records(recipe, number):
+            outputs = [item["output"] for item in record["output"] if item["type"] == "function_call_output"]
+            assert "carlos.rodriguez@atlas.com" in outputs[0], "what the real server's tool said"
+            assert len(record["weight_versions"]) == 2, "max_steps of the override"
+            assert record["reward"] in (0.0, 1.0)

@@ -15,7 +15,7 @@ import orjson
 
 from gymloop.config.nearest import did_you_mean
 from gymloop.errors import ConfigError, InfraError
-from gymloop.gym.nemo.blocks import KINDS
+from gymloop.gym.nemo.blocks import KINDS, Play, plays, select
 from gymloop.gym.nemo.configs import parse
 from gymloop.gym.nemo.server import HEALTH_ROUTE, NemoGymServer
 
@@ -50,6 +50,22 @@ async def attach_head(url: str, *, names: Sequence[str] | None = None) -> dict[s
         InfraError: it does not answer.
     """
     return {name: attach_url(name, at) for name, at in addresses(await _configuration(url), url, names).items()}
+
+
+async def attach_agents(url: str) -> dict[str, tuple[str, Play]]:
+    """Where and how the rows of each agent of a running NeMo Gym are played, by the name that rows carry.
+
+    Args:
+        url: of its head server.
+
+    Raises:
+        ConfigError: it is no head server, or its servers do not fit together.
+        InfraError: it does not answer.
+    """
+    config = await _configuration(url)
+    found = plays(select(config, {}, {}))
+    where = addresses(config, url, list({play.server: None for play in found.values()}))
+    return {name: (where[play.server], play) for name, play in found.items()}
 
 
 def addresses(config: dict[str, Any], url: str, names: Sequence[str] | None = None) -> dict[str, str]:

@@ -11,16 +11,21 @@ Everything here is data in, data out.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 from gymloop.config.nearest import did_you_mean
 from gymloop.errors import ConfigError
 from gymloop.gym.nemo.values import settle
 
 KINDS = ("resources_servers", "responses_api_agents", "responses_api_models", "environment_servers")
-NATIVE_AGENTS = {"simple_agent": "tool_calling", "gymnasium_agent": "gymnasium"}
+NATIVE_AGENTS: Mapping[str, Literal["tool_calling", "gymnasium"]] = {
+    "simple_agent": "tool_calling",
+    "gymnasium_agent": "gymnasium",
+}
 """Types of agent whose part gymloop's own agents play, so that no process is started for them."""
+_MAX_STEPS = {"gymnasium_agent": 10}
+"""NeMo Gym's default, where it has one."""
 AGENT_KEYS = frozenset({"entrypoint", "resources_server", "model_server", "max_steps", "datasets"})
 """Settings of a native agent's block that mean something here."""
 POLICY_MODEL = "policy_model"
@@ -75,7 +80,7 @@ class Block:
     name: str
     kind: str
     type: str
-    settings: Mapping[str, Any]
+    settings: Mapping[str, Any] = field(repr=False)  # may hold keys of judge models
 
     def references(self) -> Iterator[tuple[str, str]]:
         """``(kind, name)`` of every server that its settings name."""
@@ -94,7 +99,50 @@ class Blocks:
 
     servers: Mapping[str, Block]
     agents: Mapping[str, Block]
-    settings: Mapping[str, Any]
+    settings: Mapping[str, Any] = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Play:
+    """How the rows that name one agent are played.
+
+    Attributes:
+        server: instance that the rollouts go to: the agent's resources server, or the agent itself.
+        kind: gymloop's agent that plays them.
+        max_steps: model calls of a rollout at most, beside the run's own limit; None sets none.
+    """
+
+    server: str
+    kind: Literal["tool_calling", "gymnasium", "remote"]
+    max_steps: int | None = None
+
+
+def plays(blocks: Blocks) -> dict[str, Play]:
+    """What each agent of the configs amounts to, by the name that rows carry in ``agent_ref.name``.
+
+    Raises:
+        ConfigError: an agent has no resources server among the blocks, or its max_steps is no number of steps.
+    """
+    found, problems = {}, []
+    resources = [name for name, block in blocks.servers.items() if block.kind == "resources_servers"]
+    for name, block in blocks.agents.items():
+        reference = block.settings.get("resources_server")
+        server = reference.get("name") if isinstance(reference, Mapping) else None
+        if server not in resources:
+            said = f"{server!r}, which no config has{did_you_mean(server, resources)}" if server else "no server"
+            problems.append(f"the agent {name} plays on {said}")
+            continue
+        steps = block.settings.get("max_steps", _MAX_STEPS.get(block.type))
+        if steps is not None and (type(steps) is not int or steps < 1):
+            problems.append(f"{name}.max_steps is {steps!r}; expected a number of model calls, at least 1")
+            continue
+        found[name] = Play(server, NATIVE_AGENTS[block.type], steps)
+    if problems:
+        raise ConfigError("env.nemo_gym: " + "; ".join(problems))
+    for name, block in blocks.servers.items():
+        if block.kind == "responses_api_agents":
+            found[name] = Play(name, "remote")
+    return found
 
 
 def select(merged: Mapping[str, Any], overrides: Mapping[str, Any], environ: Mapping[str, str]) -> Blocks:

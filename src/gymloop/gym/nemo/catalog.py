@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -11,9 +11,9 @@ from pathlib import Path
 from gymloop.errors import ConfigError
 from gymloop.gym.nemo.blocks import NATIVE_AGENTS
 from gymloop.gym.nemo.configs import parse
+from gymloop.gym.nemo.files import uses_ray
 from gymloop.gym.nemo.install import Installation
 
-_NO_RAY = re.compile(r"ray_enabled\b[^=\n]*=\s*False")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
@@ -55,10 +55,27 @@ class Offer:
 def offers(installation: Installation) -> Iterator[Offer]:
     """Every resources server with a config, by name."""
     site = installation.site_packages
-    have = {_plain(name) for found in metadata.distributions(path=[str(site)]) if (name := found.metadata["Name"])}
+    have = _distributions(site)
     for folder in sorted((site / "resources_servers").iterdir()):
         if (folder / "app.py").is_file() and (configs := _configs(folder)):
             yield _offer(folder, configs, site, have)
+
+
+def missing(installation: Installation, folders: Mapping[str, Path]) -> dict[str, tuple[str, ...]]:
+    """By server, what its requirements ask for and the environment lacks; only servers that lack something.
+
+    Args:
+        installation: the environment.
+        folders: of each server's code.
+    """
+    asked = {name: _asked(folder) for name, folder in folders.items()}
+    have = _distributions(installation.site_packages) if any(asked.values()) else set()
+    found = {name: tuple(one for one in lines if _package(one) not in have) for name, lines in asked.items()}
+    return {name: lacking for name, lacking in found.items() if lacking}
+
+
+def _distributions(site: Path) -> set[str]:
+    return {_plain(name) for found in metadata.distributions(path=[str(site)]) if (name := found.metadata["Name"])}
 
 
 def _offer(folder: Path, configs: list[Path], site: Path, have: set[str]) -> Offer:
@@ -86,7 +103,7 @@ def _offer(folder: Path, configs: list[Path], site: Path, have: set[str]) -> Off
         tuple(requirement for requirement in _asked(folder) if _package(requirement) not in have),
         tuple(sorted(agents)),
         judges,
-        not _NO_RAY.search((folder / "app.py").read_text(encoding="utf-8", errors="replace")),
+        uses_ray(folder / "app.py"),
         sum(1 for line in example.open("rb") if line.strip()) if example.is_file() else 0,
     )
 

@@ -1,4 +1,4 @@
-"""Finds NeMo Gym's config files and server folders: beside the recipe, in the working folder, in the installed Gym."""
+"""Finds NeMo Gym's config files and server folders: beside the recipe, where its configs lie, in the installed Gym."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from gymloop.errors import ConfigError
-from gymloop.gym.nemo.blocks import Block
+from gymloop.gym.nemo.blocks import KINDS, Block
 from gymloop.gym.nemo.configs import Source, parse
+
+_NO_RAY = re.compile(r"ray_enabled\b[^=\n]*=\s*False")
 
 
 def find(name: str, roots: Sequence[Path]) -> Path:
@@ -25,8 +27,18 @@ def find(name: str, roots: Sequence[Path]) -> Path:
     raise ConfigError(f"NeMo Gym has no {name}; looked in {looked}")
 
 
-def read(paths: Sequence[str], roots: Sequence[Path]) -> list[Source]:
+def home(config: Path) -> Path | None:
+    """The folder that holds ``resources_servers`` and its like, of a config file that lies in one of these."""
+    found = next((index for index, part in enumerate(config.parts) if part in KINDS), None)
+    return None if found is None else Path(*config.parts[:found])
+
+
+def read(paths: Sequence[str], roots: list[Path]) -> list[Source]:
     """The files of ``paths`` and all that they pull in by ``config_paths``, each once; those of ``paths`` first.
+
+    Args:
+        paths: of config files.
+        roots: where they are looked for, the installed NeMo Gym last; the ``home`` of each file comes in before it.
 
     Raises:
         ConfigError: a file is missing or is not a mapping.
@@ -35,6 +47,8 @@ def read(paths: Sequence[str], roots: Sequence[Path]) -> list[Source]:
     sources: list[Source] = []
     for name in names:  # grows while it is walked
         path = find(name, roots)
+        if (root := home(path)) is not None and root not in roots:
+            roots.insert(-1, root)
         try:
             content = parse(path.read_text(encoding="utf-8"), str(path))
         except (OSError, UnicodeDecodeError) as error:
@@ -55,6 +69,11 @@ def server_folder(block: Block, roots: Sequence[Path]) -> Path:
         ConfigError: there is none.
     """
     return find(f"{block.kind}/{block.type}/{block.settings['entrypoint']}", roots).parent
+
+
+def uses_ray(app: Path) -> bool:
+    """Whether a server of NeMo Gym's starts or joins Ray: its class does so unless it says otherwise."""
+    return not _NO_RAY.search(app.read_text(encoding="utf-8", errors="replace"))
 
 
 def unread(block: Block, given: Mapping[str, Any], folder: Path, site: Path) -> Iterator[str]:

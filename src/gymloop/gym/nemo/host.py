@@ -9,80 +9,24 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import socket
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import orjson
 
 from gymloop.errors import ConfigError
-from gymloop.gym.nemo import files
-from gymloop.gym.nemo.blocks import POLICY_MODEL, Block, Blocks, select
-from gymloop.gym.nemo.configs import merge
+from gymloop.gym.nemo.blocks import POLICY_MODEL, Block, Blocks
+from gymloop.gym.nemo.gym import Gym
 from gymloop.gym.nemo.install import Installation
 from gymloop.gym.nemo.server import Command, NemoGymServer
-from gymloop.models.store import cache_root
 from gymloop.startup.sockets import hold_socket
 
 HOST = "127.0.0.1"
-PORTS = (10001, 20000)
-"""NeMo Gym's own default range."""
-DEADLINE_S = 300.0
 _LAUNCH = Path(__file__).with_name("launch.py")
 _UNWANTED = ("PYTHONHOME", "PYTHONPATH", "PYTHONSTARTUP", "VIRTUAL_ENV", "GYMLOOP_API_KEY")
 """Of this process's interpreter, and the key to its generation server: not for others."""
-
-
-@dataclass(frozen=True, slots=True)
-class Gym:
-    """What a run wants of NeMo Gym, read and settled; nothing is started yet.
-
-    Attributes:
-        installation: the environment that the servers run in.
-        roots: where configs and server folders are looked for, the first wins.
-        blocks: servers and agents.
-        ports: first and last port that servers may take.
-        deadline_s: time until every server must be ready, seconds.
-    """
-
-    installation: Installation
-    roots: tuple[Path, ...]
-    blocks: Blocks
-    ports: tuple[int, int]
-    deadline_s: float
-
-    @classmethod
-    def load(
-        cls, installation: Installation, given: Mapping[str, Any], folders: Sequence[Path], environ: Mapping[str, str]
-    ) -> Gym:
-        """Read the configs of ``env.nemo_gym``.
-
-        Args:
-            installation: of `gymloop gym install`.
-            given: the block ``env.nemo_gym``: ``config_paths``, and overrides of what the files say.
-            folders: searched before the installed Gym, as a recipe's own folder.
-            environ: for ``${oc.env:NAME}``.
-
-        Raises:
-            ConfigError: a file is missing, a value is, or a key that nothing reads is there.
-        """
-        paths = given.get("config_paths")
-        if not isinstance(paths, list | tuple) or not paths or not all(isinstance(path, str) for path in paths):
-            raise ConfigError(f"env.nemo_gym.config_paths: expected a list of NeMo Gym config files, got {paths!r}")
-        roots = (*folders, installation.site_packages)
-        sources = files.read(paths, roots)
-        merged = merge(sources, len(dict.fromkeys(paths)), given)
-        merged.setdefault("results_dir", str(Path("results").absolute()))
-        merged.setdefault("cache_dir", str(cache_root() / "nemo-gym" / "downloads"))
-        blocks = select(merged, given, environ)
-        for block in blocks.servers.values():
-            for name in files.unread(block, given, files.server_folder(block, roots), installation.site_packages):
-                where = f"env.nemo_gym.{block.name}.{block.kind}.{block.type}.{name}"
-                raise ConfigError(f"{where}: nothing in that server's code reads it; remove it, or check its name")
-        ports = (_number(given, "port_range_low", PORTS[0]), _number(given, "port_range_high", PORTS[1]))
-        deadline = float(_number(given, "server_spinup_timeout_seconds", DEADLINE_S))
-        return cls(installation, roots, blocks, (int(ports[0]), int(ports[1])), deadline)
 
 
 async def host(
@@ -125,37 +69,62 @@ def prepare(
     gym: Gym, logs: Path, *, model: tuple[str, int] | None, ray_address: str | None, environ: Mapping[str, str]
 ) -> dict[str, NemoGymServer]:
     """Hold a port for every server and say how each is started; starts nothing. For arguments see ``host``."""
-    blocks = dict(gym.blocks.servers)
-    folders = {name: files.server_folder(block, gym.roots) for name, block in blocks.items()}
-    _refuse_missing_model(blocks, model)
-    held = {}
+    callers = [name for name in gym.blocks.servers if gym.needs_model(name)]
+    if model is None and callers:
+        raise ConfigError(f"{', '.join(callers)} call {POLICY_MODEL}, and no address of the policy's server was given")
+    held = hold(gym)
+    return {name: hosted(gym, held, name, logs, model, ray_address, environ) for name in held}
+
+
+def hold(gym: Gym) -> dict[str, socket.socket]:
+    """A listening socket for every server, by instance; from here on all addresses are true.
+
+    Raises:
+        ConfigError: no port is free; none is held.
+    """
+    held: dict[str, socket.socket] = {}
     try:
-        for name, block in blocks.items():
+        for name, block in gym.blocks.servers.items():
             held[name] = hold_socket(*_ports(block, gym.ports), HOST)
     except BaseException:
         for sock in held.values():
             sock.close()
         raise
-    where = {name: sock.getsockname()[:2] for name, sock in held.items()}
+    return held
+
+
+def address(sock: socket.socket) -> str:
+    """The base URL of whatever will serve on a held socket."""
+    host, port = sock.getsockname()[:2]
+    return f"http://{host}:{port}"
+
+
+def hosted(
+    gym: Gym,
+    held: Mapping[str, socket.socket],
+    name: str,
+    logs: Path,
+    model: tuple[str, int] | None,
+    ray_address: str | None,
+    environ: Mapping[str, str],
+) -> NemoGymServer:
+    """One server, ready to be started on its held socket; it knows the addresses of all. See ``host``."""
+    folder = gym.folders[name]
+    where = {other: sock.getsockname()[:2] for other, sock in held.items()}
     config = orjson.dumps(_config(gym.blocks, where, model, ray_address)).decode()
-    clean = {name: value for name, value in environ.items() if name not in _UNWANTED}
-    servers = {}
-    for name, block in blocks.items():
-        command = Command(
-            [str(gym.installation.python), str(_LAUNCH), "{fd}", str(block.settings["entrypoint"])],
-            folders[name],
-            {
-                **clean,
-                "NEMO_GYM_CONFIG_DICT": config,
-                "NEMO_GYM_CONFIG_PATH": name,
-                **_path(folders[name], gym.installation),
-                "PYTHONUNBUFFERED": "1",
-            },
-            logs / f"{name}.log",
-        )
-        address, port = where[name]
-        servers[name] = NemoGymServer(name, f"http://{address}:{port}", command=command, held=held[name])
-    return servers
+    command = Command(
+        [str(gym.installation.python), str(_LAUNCH), "{fd}", str(gym.blocks.servers[name].settings["entrypoint"])],
+        folder,
+        {
+            **{key: value for key, value in environ.items() if key not in _UNWANTED},
+            "NEMO_GYM_CONFIG_DICT": config,
+            "NEMO_GYM_CONFIG_PATH": name,
+            **_path(folder, gym.installation),
+            "PYTHONUNBUFFERED": "1",
+        },
+        logs / f"{name}.log",
+    )
+    return NemoGymServer(name, address(held[name]), command=command, held=held[name])
 
 
 async def close(servers: Mapping[str, NemoGymServer]) -> None:
@@ -195,15 +164,6 @@ def _path(folder: Path, installation: Installation) -> dict[str, str]:
     return {} if root == installation.site_packages else {"PYTHONPATH": str(root)}
 
 
-def _refuse_missing_model(blocks: Mapping[str, Block], model: tuple[str, int] | None) -> None:
-    if model is None:
-        callers = [name for name, block in blocks.items() if any(to == POLICY_MODEL for _, to in block.references())]
-        if callers:
-            raise ConfigError(
-                f"{', '.join(callers)} call {POLICY_MODEL}, and no address of the policy's server was given"
-            )
-
-
 def _ports(block: Block, ports: tuple[int, int]) -> tuple[int, int]:
     port = block.settings.get("port")
     if port is None:
@@ -211,10 +171,3 @@ def _ports(block: Block, ports: tuple[int, int]) -> tuple[int, int]:
     if not isinstance(port, int) or isinstance(port, bool):
         raise ConfigError(f"{block.name}: port {port!r} is no number")
     return port, port
-
-
-def _number(given: Mapping[str, Any], key: str, default: float) -> float:
-    value = given.get(key, default)
-    if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
-        raise ConfigError(f"env.nemo_gym.{key}: expected a number above 0, got {value!r}")
-    return value

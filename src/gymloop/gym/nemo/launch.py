@@ -1,8 +1,9 @@
 """Runs a NeMo Gym server's own ``app.py`` in NeMo Gym's interpreter, on a socket that is listening already.
 
-Nothing of the server is changed. Two things around it are: uvicorn serves on the socket handed down instead of binding
-the port again, and the imports of ``DEFERRED`` happen when a function that needs them is first called. This file is
-run by its path, in an environment without gymloop: it imports the standard library and uvicorn only.
+Nothing of the server is changed. Three things around it are: uvicorn serves on the socket handed down instead of
+binding the port again, it keeps idle connections, and the imports of ``DEFERRED`` happen when a function that needs
+them is first called. This file is run by its path, in an environment without gymloop: it imports the standard library
+and uvicorn only.
 
     python launch.py DESCRIPTOR ENTRYPOINT      in the server's folder
 """
@@ -23,6 +24,9 @@ from typing import Any
 
 DEFERRED = {"nemo_gym.reward_profile": ("pandas", "scipy", "wandb")}
 """By module: packages that it imports at its top and that only its functions use; here, for /aggregate_metrics."""
+KEEP_ALIVE_S = 3600
+"""uvicorn's own is 5 s. A server that works through a thousand requests reads the next ones later than that, and would
+close connections whose requests it has not read yet."""
 EAGER = "GYMLOOP_GYM_EAGER_IMPORTS"
 """Set to 1, every import happens where the source has it."""
 
@@ -103,6 +107,7 @@ def serve_on(held: socket.socket) -> None:
     run = uvicorn.Server.run
 
     def run_on_held(server: Any, sockets: list[socket.socket] | None = None) -> Any:
+        server.config.timeout_keep_alive = max(KEEP_ALIVE_S, server.config.timeout_keep_alive)
         return run(server, sockets=[held] if sockets is None else sockets)
 
     def hand_over(_config: Any) -> socket.socket:

@@ -31,7 +31,6 @@ GRACE_S = 3.0
 """Between asking a server to end and killing it; uvicorn gives requests in flight half a second."""
 _REAP_S = 10.0
 _LOOK_S = 0.1
-_CHECK_S = 30.0
 _TAIL_LINES = 20
 _TAIL_BYTES = 16_384
 
@@ -105,6 +104,8 @@ class NemoGymServer:
         """
         if self._command is None or self._held is None:
             raise InfraError(f"{self.name} at {self.url} was started by another; start it there")
+        if self._held.fileno() < 0:
+            raise InfraError(f"{self.name} was closed")
         if self._process is not None:
             raise InfraError(f"{self.name} runs already, pid {self._process.pid}")
         if self._refusing:
@@ -135,34 +136,22 @@ class NemoGymServer:
         Raises:
             InfraError: it ended, or did not answer within ``deadline_s``; with the end of its log.
         """
-        begun = time.monotonic()
         # The request waits in the queue of the held socket and is answered when the server begins to: no polling.
-        answer = asyncio.ensure_future(self._answers(deadline_s))
-        try:
-            while not (await asyncio.wait({answer}, timeout=_LOOK_S))[0]:
-                self._raise_if_ended()
-                if time.monotonic() - begun > deadline_s:
-                    break
-            if answer.done() and answer.result() is None:
-                return
-        finally:
-            answer.cancel()
-        self._raise_if_ended()
-        why = f" ({answer.result()})" if answer.done() and not answer.cancelled() else ""
-        raise InfraError(
-            f"{self.name} did not become ready within {deadline_s:g} s: no answer to {self.url}{self._routes[0]}{why}"
-            f"{self._told()}",
-            cause="timeout",
-        )
+        if (why := await self._answers_or_ended(deadline_s)) is not None:
+            self._raise_if_ended()
+            raise InfraError(
+                f"{self.name} did not become ready within {deadline_s:g} s: no answer to {self.url}{self._routes[0]} "
+                f"({why}){self._told()}",
+                cause="timeout",
+            )
 
     async def check(self) -> None:
-        """Return once it has answered.
+        """Return once it has answered; how long it may be silent is for the caller to say.
 
         Raises:
             InfraError: its process ended, or it refuses; with the end of its log.
         """
-        self._raise_if_ended()
-        if (why := await self._answers(_CHECK_S)) is not None:
+        if (why := await self._answers_or_ended(None)) is not None:
             self._raise_if_ended()
             raise InfraError(f"{self.name} at {self.url} is not well: {why}{self._told()}", cause="disconnect")
 
@@ -215,7 +204,21 @@ class NemoGymServer:
             self._held.shutdown(socket.SHUT_RDWR)
             self._refusing = True
 
-    async def _answers(self, seconds: float) -> str | None:
+    async def _answers_or_ended(self, seconds: float | None) -> str | None:
+        """As ``_answers``; raises InfraError when the process ends meanwhile.
+
+        The kernel keeps a request to the held socket waiting although there is nobody left to take it.
+        """
+        self._raise_if_ended()
+        answer = asyncio.ensure_future(self._answers(seconds))
+        try:
+            while not (await asyncio.wait({answer}, timeout=_LOOK_S))[0]:
+                self._raise_if_ended()
+            return answer.result()
+        finally:
+            answer.cancel()
+
+    async def _answers(self, seconds: float | None) -> str | None:
         """None when a health route answers 2xx, else what happened instead."""
         what = "no route was asked"
         try:
@@ -226,7 +229,7 @@ class NemoGymServer:
                             return None
                         what = f"{route} answered {response.status}"
         except TimeoutError:
-            return f"no answer within {seconds:g} s"
+            return f"none within {seconds or 0:g} s"
         except (aiohttp.ClientError, OSError) as error:
             return f"{type(error).__name__}: {error}"
         return what

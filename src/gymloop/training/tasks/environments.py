@@ -2,36 +2,80 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
 from collections.abc import Mapping
 from functools import partial
 
 from gymloop.cluster.health import Health
 from gymloop.config.plan import Plan, SamplingProfile
+from gymloop.errors import ConfigError, InfraError
 from gymloop.gym.agents import Agent
 from gymloop.gym.attached import AttachedEnvironment
 from gymloop.gym.contract import SessionSource
 from gymloop.gym.items import chat_tools
 from gymloop.gym.model_client import ModelClient, Profile
+from gymloop.gym.nemo.attach import attach_agents
 from gymloop.gym.sources import Source, build_sources, shown_tools
 from gymloop.startup import Context
+from gymloop.training.tasks import nemo_gym
+
+_PAUSE_S = 0.5
 
 
-async def start(plan: Plan, health: Health, ctx: Context) -> dict[str, Source]:
-    """Import the classes of the recipe, wait for the servers that it attaches to."""
+async def start(plan: Plan, health: Health, hosting: nemo_gym.Hosting | None, ctx: Context) -> dict[str, Source]:
+    """Import the classes of the recipe, wait for the servers that it attaches to.
+
+    Servers that the run starts itself have tasks of their own; here their addresses are enough.
+    """
     ctx.progress("the environments' modules")
     sources = await ctx.in_thread(build_sources, plan.recipe.env, plan.recipe_path.parent)
     for source in sources.values():
         if isinstance(source, AttachedEnvironment):
             await _attach(plan, health, source, ctx)
+    if plan.recipe.env.nemo_gym is not None and plan.recipe.env.nemo_gym.head_server_url is not None:
+        for source in await _of_head(plan, plan.recipe.env.nemo_gym.head_server_url, sources, ctx):
+            await _attach(plan, health, source, ctx)
+            sources[source.environment] = source
+    if hosting is not None:
+        for name, hosted in nemo_gym.sources(hosting.gym, ctx.results[nemo_gym.PORTS]).items():
+            await _open(plan, hosted, ctx)
+            sources[name] = hosted
     return sources
+
+
+async def _of_head(plan: Plan, url: str, others: Mapping[str, Source], ctx: Context) -> list[AttachedEnvironment]:
+    """An environment for each agent of a running NeMo Gym; one that is still starting is waited for."""
+    ctx.progress(f"the configuration of NeMo Gym's head server at {url}")
+    until = time.monotonic() + plan.recipe.startup.deadline_s - 2 * _PAUSE_S
+    while True:  # bounded: by ``until``
+        try:
+            agents = await attach_agents(url)
+        except InfraError:
+            if time.monotonic() > until:
+                raise
+            await asyncio.sleep(_PAUSE_S)
+            continue
+        if both := sorted(set(agents) & set(others)):
+            raise ConfigError(
+                f"env.environments.{both[0]}: the NeMo Gym at {url} has an agent of that name too; rename it"
+            )
+        return [
+            AttachedEnvironment(name, where, play.kind, max_steps=play.max_steps)
+            for name, (where, play) in agents.items()
+        ]
+
+
+async def _open(plan: Plan, server: AttachedEnvironment, ctx: Context) -> None:
+    limits = plan.recipe.rollouts
+    ctx.on_teardown(server.close)
+    await server.open(call_timeout_s=limits.call_timeout_s, max_connections=limits.max_concurrency)
 
 
 async def _attach(plan: Plan, health: Health, server: AttachedEnvironment, ctx: Context) -> None:
     """Wait for an environment's server, and watch it until the teardown."""
-    limits = plan.recipe.rollouts
     ctx.progress(f"an answer of {server.name}")
-    ctx.on_teardown(server.close)
-    await server.open(call_timeout_s=limits.call_timeout_s, max_connections=limits.max_concurrency)
+    await _open(plan, server, ctx)
     await server.ready(plan.recipe.startup.deadline_s)
     health.watch(server)
     ctx.on_teardown(partial(health.forget, server))
