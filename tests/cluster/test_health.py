@@ -189,3 +189,57 @@ def test_a16_the_death_or_hang_of_an_environments_process_is_reported_by_name(nu
         process.kill()
         process.wait(10)
         process.stdout.close()
+
+
+async def revived(revive, *, answers=1, checks_after=3):
+    """What ``revive`` was told, and the failure that came after all, if one did."""
+    told = []
+    part = Part(answers, error=InfraError("server died"))
+
+    async def bring_back(error):
+        told.append(str(error))
+        await revive(part, len(told))
+
+    health = Health(2.0, 60.0)
+    health.watch(part, bring_back)
+    try:
+        await first_failure(asyncio.sleep(20), health.failed())
+    except InfraError as error:
+        return told, str(error), health.take_revived()
+    finally:
+        health.forget(part)
+    return told, None, health.take_revived()
+
+
+def test_a_part_that_is_revived_is_no_failure_and_is_counted_and_watched_on():
+    async def comes_back(part, time):
+        part.answers = 1 if time < 3 else 10**6
+
+    told, failure, count = virtual_time.run(revived(comes_back))
+    assert told == ["server died"] * 3
+    assert failure is None
+    assert count == 3
+
+
+def test_a_part_that_cannot_be_revived_fails_as_whoever_tried_says():
+    async def gives_up(part, time):
+        raise InfraError("server died again after 0 restarts")
+
+    told, failure, count = virtual_time.run(revived(gives_up))
+    assert (told, failure, count) == (["server died"], "server died again after 0 restarts", 0)
+
+
+def test_the_count_of_revived_parts_is_taken_once():
+    async def main():
+        health = Health(1.0, 60.0)
+        part = Part(1, error=InfraError("died"))
+
+        async def comes_back(_error):
+            part.answers = 10**6
+
+        health.watch(part, comes_back)
+        await asyncio.sleep(5)
+        health.forget(part)
+        return health.take_revived(), health.take_revived()
+
+    assert virtual_time.run(main()) == (1, 0)

@@ -14,12 +14,13 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from weakref import WeakValueDictionary
 
+from gymloop.cluster.environment import is_needed, python_without
 from gymloop.errors import GymloopError, InfraError
 from gymloop.lifeline import tie_to_parent
 
@@ -65,6 +66,8 @@ class RayRemote:
         log_file: receives the actor's standard output and error; its tail is shown when the actor dies.
         num_cpus: Ray CPUs the actor holds.
         num_gpus: Ray GPUs the actor holds.
+        strategy: where Ray puts it; None leaves that to Ray. See ``placement.Place``.
+        further_env: names of variables that it sees beside those every worker does; see ``environment``.
     """
 
     def __init__(
@@ -76,8 +79,12 @@ class RayRemote:
         log_file: Path,
         num_cpus: float = 0,
         num_gpus: float = 0,
+        strategy: Any = None,
+        further_env: Sequence[str] = (),
     ) -> None:
         import ray
+
+        from gymloop.cluster import local
 
         self._name = name
         self._log_file = log_file
@@ -86,8 +93,11 @@ class RayRemote:
         host = ray.remote(
             num_cpus=num_cpus, num_gpus=num_gpus, max_concurrency=8, max_restarts=0, concurrency_groups={_PULSE: 1}
         )(_Host)
-        self._actor = host.options(runtime_env={"env_vars": dict(env)}).remote(
-            ray.cloudpickle.dumps(build), str(log_file)
+        runtime_env: dict[str, Any] = {"env_vars": dict(env)}
+        if (inherited := local.inherited()) is not None:
+            runtime_env["py_executable"] = python_without(inherited, further_env)
+        self._actor = host.options(runtime_env=runtime_env, scheduling_strategy=strategy).remote(
+            ray.cloudpickle.dumps(build), str(log_file), (*env, *further_env)
         )
         self._node = ray.get_runtime_context().get_node_id()
         _REMOTES[self._actor._actor_id.hex()] = self
@@ -177,8 +187,11 @@ class RayRemote:
 class _Host:
     """The actor: holds the worker and forwards calls to it, in threads."""
 
-    def __init__(self, build: bytes, log_file: str) -> None:
+    def __init__(self, build: bytes, log_file: str, further_env: Sequence[str]) -> None:
         import faulthandler
+
+        for variable in [name for name in os.environ if not is_needed(name, further_env)]:
+            del os.environ[variable]
 
         tie_to_parent(os.getppid())  # the node's raylet: a process that is stopped would not see it go
         _redirect_output(log_file)

@@ -30,7 +30,7 @@ from gymloop.training.run import Run
 from gymloop.training.saving import save
 from gymloop.training.schedule import EXIT_OUT_OF_TIME, Schedule
 from gymloop.training.stop import Stopped
-from gymloop.training.sync import sync_weights
+from gymloop.training.sync import SyncSettings
 
 
 async def train(run: Run) -> None:
@@ -82,6 +82,8 @@ async def _before_first_step(run: Run) -> None:
     metrics = StepMetrics(METRICS)
     metrics.update(run.startup_metrics)
     with metrics.timed("warmup"):
+        if recipe.sft_warmup.steps:
+            await run.watched(run.turns.before_update(run.fleet.engines))
         for number in range(recipe.sft_warmup.steps):
             first = number * recipe.sft_warmup.batch_size
             batch = demonstration_batch(run.demonstrations[first : first + recipe.sft_warmup.batch_size])
@@ -141,18 +143,24 @@ async def _update(run: Run, prepared: Prepared, metrics: StepMetrics) -> None:
     run.skipped_in_a_row = 0
     run.progress.phase(f"step {run.step + 1}: update on {prepared.batch.num_trained} tokens")
     with metrics.timed("update"):
+        await run.watched(run.turns.before_update(run.fleet.engines))
         update = await run.watched(run.policy.call("train", prepared.batch, timeout=recipe.policy.call_timeout_s))
     metrics.update(_named("policy", update))
     await _sync(run, metrics)
 
 
 async def _sync(run: Run, metrics: StepMetrics) -> None:
-    """Give the engine the policy's weights under the next version number."""
+    """Give the engines the policy's weights under the next version number."""
+    recipe = run.plan.recipe
     run.progress.phase(f"step {run.step + 1}: weight sync")
     with metrics.timed("weight_sync"):
-        await run.watched(sync_weights(run.policy, run.engine, run.version + 1, run.plan.recipe.policy.call_timeout_s))
+        await run.watched(run.turns.before_sync(run.fleet.engines))
+        sync = run.fleet.sync(run.policy, run.version + 1, recipe.policy.call_timeout_s, SyncSettings.of(recipe))
+        metrics.update(await run.watched(sync))
+        await run.watched(run.turns.after_sync(run.fleet.engines))
     run.version += 1
     metrics.add("weights/version", run.version)
+    metrics.add("weights/engines", len(run.fleet.engines))
 
 
 async def _validate(run: Run, metrics: StepMetrics) -> None:

@@ -16,8 +16,10 @@ from gymloop.observe.sinks import Sink
 from gymloop.observe.watchdog import LoopWatchdog
 from gymloop.rollouts.collector import Collector
 from gymloop.training.checkpoint import CheckpointStore
+from gymloop.training.fleet import Fleet
 from gymloop.training.stop import StopSignal
 from gymloop.training.transcripts import Transcripts
+from gymloop.training.turns import Turns
 
 
 @dataclass(slots=True)
@@ -53,8 +55,9 @@ class Run:
     Attributes:
         health: watches every worker and environment from its start to its end.
         watchdog: of the driver's event loop.
-        engine: the engine's worker, with its server.
+        fleet: the engines' workers, with their servers.
         policy: the policy's worker.
+        turns: of engine and policy on a GPU that they share.
         collector: runs training rollouts.
         validator: runs validation rollouts; None without validation rows.
         loader: says which prompts a step takes.
@@ -71,8 +74,9 @@ class Run:
     plan: Plan
     health: Health
     watchdog: LoopWatchdog
-    engine: Remote
+    fleet: Fleet
     policy: Remote
+    turns: Turns
     collector: Collector
     validator: Collector | None
     validation_rows: Sequence[Row]
@@ -100,7 +104,11 @@ class Run:
 
     def record(self, metrics: Mapping[str, float | None]) -> None:
         """Write the metrics of the current step."""
-        metrics = {**metrics, "health/loop_lag_s": self.watchdog.take_worst()}
+        metrics = {
+            **metrics,
+            "health/loop_lag_s": self.watchdog.take_worst(),
+            "health/server_restarts": float(self.health.take_revived()),
+        }
         for sink in self.sinks:
             sink.write(self.step, metrics)
         self.recorded = metrics

@@ -1,14 +1,16 @@
 """What a training run starts, and what waits for what.
 
-ray ──> server ──────────────┐
-  │                          ├──> engine ──┐
-  │     model ───────────────┤             ├──> weights
-  └──────────────────────────┴──> policy ──┘
+ray ──> placement ──> server ──────────────┐
+            │                              ├──> engine ──┐
+            │         model ───────────────┤             ├──> weights
+            └──────────────────────────────┴──> policy ──┘
 environments ──> data          (an environment needs the server's URL at most, which exists before any model loads)
+gym ──> gym.NAME, for each server of NeMo Gym's that the run starts; environments need only the ports that ``gym`` holds
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -17,13 +19,14 @@ from gymloop.config.plan import Plan
 from gymloop.observe.progress import Progress
 from gymloop.observe.sinks import Sink
 from gymloop.observe.watchdog import LoopWatchdog
-from gymloop.rollouts.collector import Collector
 from gymloop.startup import Started, Task, run_graph
 from gymloop.training.checkpoint import Checkpoint, CheckpointStore
+from gymloop.training.fleet import Fleet
 from gymloop.training.run import Run, Saves
 from gymloop.training.stop import StopSignal
-from gymloop.training.tasks import data, engine, environments, model, policy
+from gymloop.training.tasks import data, nemo_gym, policy, rollouts
 from gymloop.training.transcripts import Transcripts
+from gymloop.training.turns import Turns
 
 
 async def start_run(
@@ -36,6 +39,7 @@ async def start_run(
     stop: StopSignal,
     health: Health,
     watchdog: LoopWatchdog,
+    hosting: nemo_gym.Hosting | None = None,
     *,
     sequential: bool,
     began: float,
@@ -45,44 +49,38 @@ async def start_run(
     Args:
         health: watches each part from its start.
         watchdog: of the running loop.
+        hosting: servers of NeMo Gym's that the run starts.
         began: when the run was asked for, ``time.monotonic`` seconds.
 
     Raises:
         StartupError: a task failed; whatever had started was torn down.
     """
     started = await run_graph(
-        startup_tasks(plan, checkpoint, health, stop), progress.startup_event, max_parallel=1 if sequential else None
+        startup_tasks(plan, checkpoint, health, stop, hosting),
+        progress.startup_event,
+        max_parallel=1 if sequential else None,
     )
     progress.startup_done(started.timeline)
     (plan.run_dir / "startup.json").write_text(started.timeline.to_json(), encoding="utf-8")
     results = started.results
     recipe = plan.recipe
-    collector = Collector(
-        sources=environments.agents(plan, results["environments"], results["client"]),
-        model=results["client"],
-        limits=recipe.rollouts,
-        max_turns=recipe.grpo.max_rollout_turns,
-        max_tokens=recipe.policy.generation.max_new_tokens,
-        seed=recipe.grpo.seed,
-    )
+    collector = rollouts.collector(plan, results)
     rows = results["data"]["validation"]
-    validator = Collector(
-        sources=collector.sources,
-        model=collector.model,
-        limits=collector.limits,
-        max_turns=collector.max_turns,
-        max_tokens=collector.max_tokens,
-        profile="validation",
-        seed=collector.seed,
-    )
     run = Run(
         plan=plan,
         health=health,
         watchdog=watchdog,
-        engine=results["server"]["remote"],
+        fleet=Fleet(
+            results["server"]["remotes"],
+            results["client"],
+            health,
+            recipe.policy.generation.on_replica_death,
+            progress.say,
+        ),
         policy=results["policy"],
+        turns=Turns(plan.placement, results["policy"], recipe.policy.call_timeout_s),
         collector=collector,
-        validator=validator if rows else None,
+        validator=replace(collector, profile="validation") if rows else None,
         validation_rows=rows,
         loader=results["data"]["loader"],
         demonstrations=results["demonstrations"],
@@ -100,22 +98,18 @@ async def start_run(
     return started, run
 
 
-def startup_tasks(plan: Plan, checkpoint: Checkpoint | None, health: Health, stop: StopSignal) -> list[Task[Any]]:
+def startup_tasks(
+    plan: Plan,
+    checkpoint: Checkpoint | None,
+    health: Health,
+    stop: StopSignal,
+    hosting: nemo_gym.Hosting | None = None,
+) -> list[Task[Any]]:
     """The graph of a training run; the order is that of a sequential start."""
-    deadline = plan.recipe.startup.deadline_s
-    task = partial(Task, deadline_s=deadline)
-    rendering = ("environments", "data", "engine", "server")
+    task = partial(Task, deadline_s=plan.recipe.startup.deadline_s)
     return [
-        task("ray", partial(engine.ray, plan, stop)),
-        task("server", partial(engine.server, plan, health), ("ray",)),
-        task("model", partial(model.find, plan, checkpoint)),
-        task("engine", partial(engine.load, plan), ("server", "model")),
-        task("policy", partial(policy.load, plan, checkpoint, health), ("ray", "model")),
-        task("environments", partial(environments.start, plan, health)),
-        task("data", partial(data.rows, plan, checkpoint), ("environments",)),
-        task("lengths", partial(data.lengths, plan), ("data", "engine", "server")),
-        task("tools", partial(environments.check_tools, plan), rendering),
-        task("client", partial(engine.client, plan), ("server",), teardown=lambda client: client.close()),
-        task("demonstrations", partial(data.demonstrations, plan, checkpoint), rendering),
+        *rollouts.tasks(plan, checkpoint, health, stop, hosting, partial(data.rows, plan, checkpoint)),
+        task("policy", partial(policy.load, plan, checkpoint, health), ("placement", "model")),
+        task("demonstrations", partial(data.demonstrations, plan, checkpoint), rollouts.RENDERING),
         task("weights", partial(policy.first_sync, plan, checkpoint), ("server", "engine", "policy")),
     ]

@@ -14,6 +14,8 @@ from gymloop.config.dump import as_yaml
 from gymloop.config.plan import Plan
 from gymloop.errors import ConfigError, GymloopError, InfraError
 from gymloop.files import held
+from gymloop.gym.nemo.recipe import load_gym, settle_rows
+from gymloop.gym.nemo.restarts import Restarts
 from gymloop.lifeline import reaped
 from gymloop.observe.curve import draw_png, draw_text, read_curve
 from gymloop.observe.progress import Progress
@@ -28,6 +30,7 @@ from gymloop.training.saving import save
 from gymloop.training.schedule import finished
 from gymloop.training.start import start_run
 from gymloop.training.stop import Stopped, StopSignal
+from gymloop.training.tasks.nemo_gym import Hosting
 from gymloop.training.transcripts import Transcripts
 
 TEARDOWN_S = 15.0
@@ -68,6 +71,8 @@ async def train(plan: Plan, *, resume: bool = False, sequential: bool = False) -
         if checkpoint is not None and finished(plan.recipe, checkpoint.step, checkpoint.state["loader"]):
             progress.say(f"the run in {plan.run_dir} finished its {checkpoint.step} steps; nothing is left to do")
             return 0
+        hosting = await asyncio.to_thread(hosting_of, plan, progress)
+        plan = settle_rows(plan, hosting.gym if hosting else None)
         sinks = open_files(plan, checkpoint, progress, files)
         transcripts.drop_after(None if checkpoint is None else checkpoint.step)
         try:
@@ -82,6 +87,7 @@ async def train(plan: Plan, *, resume: bool = False, sequential: bool = False) -
                     stop,
                     health,
                     watchdog,
+                    hosting,
                     sequential=sequential,
                     began=began,
                 ),
@@ -105,6 +111,16 @@ async def train(plan: Plan, *, resume: bool = False, sequential: bool = False) -
             await give_back(started, stop)
         summarise(plan, progress)
         return exit_code
+
+
+def hosting_of(plan: Plan, progress: Progress) -> Hosting | None:
+    """What the run starts of NeMo Gym.
+
+    Raises:
+        ConfigError: it cannot; see ``load_gym``.
+    """
+    gym = load_gym(plan.recipe, plan.recipe_path.parent)
+    return None if gym is None else Hosting(gym, Restarts(plan.recipe.health.max_server_restarts, progress.say))
 
 
 async def give_back(started: Started, stop: StopSignal) -> None:

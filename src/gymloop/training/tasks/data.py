@@ -22,7 +22,7 @@ async def rows(plan: Plan, checkpoint: Checkpoint | None, ctx: Context) -> dict[
     recipe = plan.recipe
     sources = ctx.results["environments"]
     ctx.progress("the training and validation rows")
-    rows = await ctx.in_thread(load_source_rows, recipe.data.train, sources, plan.recipe_path.parent)
+    rows = await ctx.in_thread(load_source_rows, plan.train, sources, plan.recipe_path.parent)
     loader = GroupLoader(
         rows,
         prompts_per_step=recipe.grpo.num_prompts_per_step,
@@ -33,8 +33,8 @@ async def rows(plan: Plan, checkpoint: Checkpoint | None, ctx: Context) -> dict[
     if checkpoint is not None:
         loader.load_state_dict(checkpoint.state["loader"], accept_changed_data=recipe.checkpointing.accept_changed_data)
     validation = []
-    if recipe.data.validation is not None:
-        validation = await ctx.in_thread(load_source_rows, recipe.data.validation, sources, plan.recipe_path.parent)
+    if plan.validation is not None:
+        validation = await ctx.in_thread(load_source_rows, plan.validation, sources, plan.recipe_path.parent)
     return {"rows": rows, "loader": loader, "validation": validation[: recipe.grpo.max_val_samples]}
 
 

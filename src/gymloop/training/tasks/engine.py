@@ -1,7 +1,9 @@
-"""Tasks that start Ray, the engine's worker with its server, and the client that rollouts ask."""
+"""Tasks that start Ray, the engines' workers with their servers, and the clients that rollouts ask."""
 
 from __future__ import annotations
 
+import asyncio
+import dataclasses
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -9,10 +11,17 @@ from typing import Any
 
 from gymloop.cluster.health import Health
 from gymloop.cluster.local import RayCluster
+from gymloop.cluster.placement import Reservation, reserve
+from gymloop.cluster.remote import Remote
+from gymloop.config.parsers import settled_parsers
 from gymloop.config.plan import Plan
+from gymloop.config.schema import Generation, VllmCfg
+from gymloop.generation.vllm.settings import VllmSettings
 from gymloop.gym.model_client import ModelClient
+from gymloop.gym.replicas import Replicas
+from gymloop.serving.engine_spec import EngineSpec
 from gymloop.serving.guard import SamplingProfiles
-from gymloop.serving.worker import EngineSpec, EngineWorker
+from gymloop.serving.worker import EngineWorker
 from gymloop.startup import Context
 from gymloop.training.stop import StopSignal
 from gymloop.training.tasks.model import Folders
@@ -21,7 +30,8 @@ from gymloop.training.tasks.worker import loaded, worker_process
 
 async def ray(plan: Plan, stop: StopSignal, ctx: Context) -> RayCluster:
     """Start or join Ray."""
-    cluster = RayCluster(num_cpus=plan.cores)
+    reserved = plan.placement.demand if plan.placement.resource == "CPU" else 0
+    cluster = RayCluster(num_cpus=max(plan.cores, reserved))
     ctx.on_teardown(cluster.disconnect)
     ctx.progress("Ray's head process")
     await ctx.in_thread(cluster.connect)
@@ -29,15 +39,33 @@ async def ray(plan: Plan, stop: StopSignal, ctx: Context) -> RayCluster:
     return cluster
 
 
+async def placement(plan: Plan, ctx: Context) -> Reservation:
+    """Reserve what all workers need, before the first of them starts."""
+    ctx.progress(plan.placement.needs())
+    timeout_s = plan.recipe.cluster.placement_timeout_s
+
+    def undo(reservation: Reservation) -> None:
+        ctx.on_teardown(reservation.release)
+
+    return await ctx.in_thread(reserve, plan.placement, timeout_s, ctx.progress, undo)
+
+
 async def server(plan: Plan, health: Health, ctx: Context) -> dict[str, Any]:
-    """Start the engine's process; its URL is true from here on, and no model is loaded yet."""
+    """Start the engines' processes; their URLs are true from here on, and no model is loaded yet.
+
+    Returns:
+        ``remotes`` and ``urls`` of all replicas, in order; ``remote`` and ``url`` of the first, for what any of them
+        can do.
+    """
     recipe = plan.recipe
+    parsers = settled_parsers(recipe)
+    vllm, rows = _engine_settings(recipe.policy.generation)
     spec = EngineSpec(
         model_name=recipe.policy.model_name,
         profiles=SamplingProfiles(plan.train_sampling, plan.validation_sampling),
         port_range=(plan.ports.low, plan.ports.high),
         max_model_len=recipe.policy.max_total_sequence_length,
-        max_batch_size=recipe.policy.generation.torch_cfg.max_batch_size,
+        max_batch_size=rows,
         request_timeout_s=recipe.rollouts.call_timeout_s,
         precision=plan.precision,
         device=plan.device,
@@ -47,37 +75,79 @@ async def server(plan: Plan, health: Health, ctx: Context) -> dict[str, Any]:
         stop_token_ids=recipe.policy.generation.stop_token_ids,
         chat_template=plan.chat_template,
         chat_template_kwargs=recipe.policy.tokenizer.chat_template_kwargs,
-        tool_parser=recipe.policy.tokenizer.tool_parser,
-        tool_parser_plugin=_plugin(plan, recipe.policy.tokenizer.tool_parser_plugin),
-        reasoning_parser=recipe.policy.tokenizer.reasoning_parser,
-        reasoning_parser_plugin=_plugin(plan, recipe.policy.tokenizer.reasoning_parser_plugin),
+        tool_parser=parsers.tool_parser,
+        tool_parser_plugin=_text(plan.tool_parser_plugin),
+        reasoning_parser=parsers.reasoning_parser,
+        reasoning_parser_plugin=_text(plan.reasoning_parser_plugin),
         loop_lag_s=recipe.health.loop_lag_s,
+        vllm=vllm,
     )
-    remote = worker_process(plan, health, ctx, "engine", partial(EngineWorker, spec), plan.engine)
+    remotes = []
+    for index, share in enumerate(plan.placement.engines):
+        # Each draws from a stream of its own, or replicas would say the same; noise that is named needs one seed.
+        own = spec if recipe.deterministic else dataclasses.replace(spec, seed=recipe.grpo.seed + index)
+        build = partial(_worker, own, ctx.results["ray"].joins)
+        remotes.append(worker_process(plan, health, ctx, share, build, plan.engine))
     ctx.progress("the engine's process and its socket")
-    return {"remote": remote, "url": await remote.call("url", timeout=recipe.startup.deadline_s)}
+    # bounded: each call by its timeout
+    urls = await asyncio.gather(*(remote.call("url", timeout=recipe.startup.deadline_s) for remote in remotes))
+    return {"remotes": remotes, "urls": urls, "remote": remotes[0], "url": urls[0]}
 
 
-def _plugin(plan: Plan, path: str | None) -> str | None:
-    """A recipe's paths are relative to its folder; the engine's process has another."""
-    return None if path is None else str((plan.recipe_path.parent / Path(path).expanduser()).absolute())
+def _worker(spec: EngineSpec, on_cluster: bool) -> EngineWorker:
+    """Runs in the engine's process. On a cluster that was joined, others reach it by the address of its node."""
+    if on_cluster:
+        from ray.util import get_node_ip_address
+
+        spec = dataclasses.replace(spec, host=get_node_ip_address())
+    return EngineWorker(spec)
+
+
+def _engine_settings(generation: Generation) -> tuple[VllmSettings | None, int]:
+    """What the backend is to run with, None for the embedded engine, and how many requests it decodes together."""
+    if generation.backend != "vllm":
+        return None, generation.torch_cfg.max_batch_size
+    cfg = generation.vllm_cfg or VllmCfg()
+    settings = VllmSettings(
+        tensor_parallel_size=cfg.tensor_parallel_size,
+        gpu_memory_utilization=cfg.gpu_memory_utilization,
+        kv_cache_memory_bytes=cfg.kv_cache_memory_bytes,
+        enforce_eager=cfg.enforce_eager,
+        load_format=cfg.load_format,
+        kv_cache_dtype=cfg.kv_cache_dtype,
+        enable_prefix_caching=cfg.enable_prefix_caching,
+        kwargs=generation.vllm_kwargs,
+    )
+    return settings, cfg.max_num_seqs
+
+
+def _text(path: Path | None) -> str | None:
+    return None if path is None else str(path)
 
 
 async def load(plan: Plan, ctx: Context) -> Mapping[str, Any]:
-    """Load tokenizer and model into the engine's process."""
+    """Load tokenizer and model into the engines' processes, all at once; what the first one says of itself."""
     folders: Folders = ctx.results["model"]
-    return await loaded(ctx, ctx.results["server"]["remote"], str(folders.model), str(folders.tokenizer))
-
-
-async def client(plan: Plan, ctx: Context) -> ModelClient:
-    """Open the rollouts' connections to the server."""
-    limits = plan.recipe.rollouts
-    client = ModelClient(
-        ctx.results["server"]["url"],
-        plan.recipe.policy.model_name,
-        max_concurrency=limits.max_concurrency,
-        call_timeout_s=limits.call_timeout_s,
-        ready_timeout_s=plan.recipe.startup.deadline_s,
-        provenance=limits.record_provenance,
+    remotes: list[Remote] = ctx.results["server"]["remotes"]
+    # bounded: by the task's deadline, and its teardown ends the processes
+    told = await asyncio.gather(
+        *(loaded(ctx, remote, str(folders.model), str(folders.tokenizer)) for remote in remotes)
     )
-    return await client.__aenter__()
+    return told[0]
+
+
+async def client(plan: Plan, ctx: Context) -> Replicas:
+    """Open the rollouts' connections to the servers."""
+    limits, server = plan.recipe.rollouts, ctx.results["server"]
+    clients = {
+        remote.name: ModelClient(
+            url,
+            plan.recipe.policy.model_name,
+            max_concurrency=limits.max_concurrency,
+            call_timeout_s=limits.call_timeout_s,
+            ready_timeout_s=plan.recipe.startup.deadline_s,
+            provenance=limits.record_provenance,
+        )
+        for remote, url in zip(server["remotes"], server["urls"], strict=True)
+    }
+    return await Replicas(clients).__aenter__()

@@ -13,8 +13,9 @@ from gymloop.policy.spec import PolicySpec
 from gymloop.startup import Context
 from gymloop.training.checkpoint import Checkpoint
 from gymloop.training.saving import POLICY
-from gymloop.training.sync import sync_weights
+from gymloop.training.sync import SyncSettings, sync_weights
 from gymloop.training.tasks.worker import loaded, worker_process
+from gymloop.training.turns import Turns
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +31,7 @@ def policy_spec(plan: Plan, model_folder: str) -> PolicySpec:
         optimizer=recipe.policy.optimizer.kwargs,
         precision=plan.precision,
         device=plan.device,
+        starts_on_host=plan.placement.takes_turns_on_gpu,
         lr_warmup_steps=recipe.policy.lr_warmup_steps,
         max_grad_norm=recipe.policy.max_grad_norm,
         packing=recipe.policy.sequence_packing.enabled,
@@ -46,7 +48,7 @@ async def load(plan: Plan, checkpoint: Checkpoint | None, health: Health, ctx: C
     """Load the policy into its process, with the checkpoint's state where there is one."""
     recipe = plan.recipe
     spec = policy_spec(plan, str(ctx.results["model"].model))
-    remote = worker_process(plan, health, ctx, "policy", partial(build_policy, spec), plan.policy)
+    remote = worker_process(plan, health, ctx, plan.placement.policy, partial(build_policy, spec), plan.policy)
     await loaded(ctx, remote)
     if checkpoint is not None:
         ctx.progress(f"the policy's state in {checkpoint.folder}")
@@ -57,8 +59,17 @@ async def load(plan: Plan, checkpoint: Checkpoint | None, health: Health, ctx: C
 
 
 async def first_sync(plan: Plan, checkpoint: Checkpoint | None, ctx: Context) -> int:
-    """Prove the channel: the engine takes the policy's weights before the first token is sampled."""
+    """Prove the channel: the engines take the policy's weights before the first token is sampled.
+
+    An engine that shares the policy's GPU has loaded there meanwhile, and gives it up for this.
+    """
     version = 0 if checkpoint is None else int(checkpoint.state["version"])
     ctx.progress("the first weight sync")
-    await sync_weights(ctx.results["policy"], ctx.results["server"]["remote"], version, plan.recipe.startup.deadline_s)
+    recipe = plan.recipe
+    policy, engines = ctx.results["policy"], ctx.results["server"]["remotes"]
+    turns = Turns(plan.placement, policy, recipe.policy.call_timeout_s)
+    await turns.before_update(engines)
+    await turns.before_sync(engines)
+    await sync_weights(policy, engines, version, recipe.startup.deadline_s, SyncSettings.of(recipe))
+    await turns.after_sync(engines)
     return version

@@ -9,7 +9,9 @@ from typing import Any
 
 from gymloop.cluster.actor import RayRemote
 from gymloop.cluster.health import Health
+from gymloop.cluster.placement import Place
 from gymloop.cluster.remote import Remote
+from gymloop.config.placement import Share
 from gymloop.config.plan import ActorThreads, Plan
 from gymloop.errors import InfraError
 from gymloop.startup import Context
@@ -19,12 +21,22 @@ LOAD_LIMIT_S = 86400.0
 POLL_S = 1.0
 
 
-def worker_process(plan: Plan, health: Health, ctx: Context, name: str, build: Any, threads: ActorThreads) -> Remote:
+def worker_process(plan: Plan, health: Health, ctx: Context, share: Share, build: Any, threads: ActorThreads) -> Remote:
     """A worker's process, watched until it is torn down."""
+    name = share.worker
     log_file = plan.run_dir / "logs" / f"{name}.log"
-    gpus = 0.5 if plan.device == "cuda" else 0
+    place: Place = ctx.results["placement"].place(share)
     try:
-        remote: Remote = RayRemote(name, build, env=threads.env, log_file=log_file, num_gpus=gpus)
+        remote: Remote = RayRemote(
+            name,
+            build,
+            env=threads.env,
+            log_file=log_file,
+            num_cpus=place.num_cpus,
+            num_gpus=place.num_gpus,
+            strategy=place.strategy,
+            further_env=plan.recipe.cluster.worker_env,
+        )
     except ValueError as error:
         raise InfraError(f"could not place the {name} actor: {error}") from error
     ctx.on_teardown(remote.kill)
