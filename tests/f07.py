@@ -16,6 +16,7 @@ import httpx
 
 from gymloop.config.plan import SamplingProfile
 from gymloop.config.schema import Rollouts
+from gymloop.generation.vllm.settings import VllmSettings
 from gymloop.gym import Environment, Verdict
 from gymloop.gym.model_client import ModelClient
 from gymloop.gym.session import InProcessSource
@@ -56,7 +57,7 @@ class Judge(Environment):
         return Verdict(1.0)
 
 
-def play(folder: Path) -> dict[str, Any]:
+def play(folder: Path, vllm: VllmSettings | None = None) -> dict[str, Any]:
     """Serve the model as a run does and ask everything.
 
     Returns:
@@ -65,7 +66,7 @@ def play(folder: Path) -> dict[str, Any]:
     """
     profiles = SamplingProfiles(SamplingProfile(1.0, 1.0, None), SamplingProfile(0.5, 1.0, None))
     limits = {"max_model_len": 128, "max_batch_size": 4, "request_timeout_s": 60.0}
-    spec = EngineSpec("toy", profiles, (20000, 29999), precision="float32", **limits)
+    spec = EngineSpec("toy", profiles, (20000, 29999), precision="float32", vllm=vllm, **limits)
     worker = EngineWorker(spec)
     try:
         worker.load(str(folder), str(folder))

@@ -58,6 +58,7 @@ class Nursery:
         number: int = signal.SIGKILL,
         limit_after: tuple[str, int] | None = None,
         prepare: tuple[str, dict[str, Any]] | None = None,
+        limit_s: int = RUN_LIMIT_S,
     ) -> Running:
         """Begin a run.
 
@@ -68,6 +69,7 @@ class Nursery:
             limit_after: a function, as in ``die`` with its call, from whose return on no file may grow beyond so many
                 bytes.
             prepare: ``module:function``, called with these arguments in the run's process before the run.
+            limit_s: a run that takes longer is killed.
         """
         descriptor, output = tempfile.mkstemp(prefix="run-", suffix=".log")
         os.close(descriptor)
@@ -76,6 +78,7 @@ class Nursery:
             "die": die,
             "limit_after": limit_after,
             "prepare": prepare,
+            "limit_s": limit_s,
             "output": output,
         }
         order["number"] = int(number)
@@ -146,7 +149,7 @@ def serve() -> None:
 def _become_run(order: dict[str, Any]) -> None:
     code = 70
     try:
-        signal.alarm(RUN_LIMIT_S)
+        signal.alarm(order["limit_s"])
         sink = os.open(order["output"], os.O_WRONLY)
         for descriptor in (1, 2):
             os.dup2(sink, descriptor)
@@ -174,17 +177,26 @@ def _become_run(order: dict[str, Any]) -> None:
 
 
 def _workers_inside() -> None:
+    from gymloop.cluster.placement import Place
     from gymloop.cluster.remote import InlineRemote
     from gymloop.training.tasks import engine, worker
 
     class NoCluster:
+        address = None
+        joins = False
+
         def __init__(self, **_: object) -> None: ...
 
         def connect(self) -> None: ...
 
         def disconnect(self) -> None: ...
 
+    class NoPlaces:
+        def place(self, share: object) -> Place:
+            return Place()
+
     engine.RayCluster = NoCluster
+    engine.reserve = lambda *_: NoPlaces()
     worker.RayRemote = lambda name, build, **_: InlineRemote(name, build)
 
 

@@ -33,7 +33,7 @@ LAYERS: tuple[frozenset[str], ...] = (
         }
     ),
     frozenset({"tokens", "models"}),
-    frozenset({"config", "compat", "files", "lifeline", "threads"}),
+    frozenset({"config", "compat", "descriptors", "files", "lifeline", "loops", "threads"}),
     frozenset({"errors", ""}),  # "" is the package itself: its version
 )
 """From the top; a part imports parts below it."""

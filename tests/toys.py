@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import tokenizers
@@ -21,6 +21,8 @@ BASE = 16
 """Ids below are reserved for control tokens."""
 OK_ID = BASE + 256
 VOCAB_SIZE = BASE + 257
+FOR_VLLM = {"head_dim": 32, "tie_word_embeddings": True}
+"""vLLM's attention on a CPU has no smaller heads; a tied output head is what weight updates go wrong with."""
 S_VOCAB_SIZE = BASE + 256 + 2 + 94
 
 
@@ -176,8 +178,11 @@ def text_ids(text: str) -> list[int]:
     return [BASE + byte for byte in text.encode()]
 
 
-def build_toy(folder: Path, family: str, weights: bool = True) -> Path:
-    """Write ``folder/family`` with tokenizer, configs and, if asked, a one-layer random Llama; return that path."""
+def build_toy(folder: Path, family: str, weights: bool = True, **shape: Any) -> Path:
+    """Write ``folder/family`` with tokenizer, configs and, if asked, a one-layer random Llama; return that path.
+
+    ``shape`` are further fields of its config, such as ``FOR_VLLM``.
+    """
     from tokenizers import AddedToken
     from transformers import PreTrainedTokenizerFast
 
@@ -195,7 +200,7 @@ def build_toy(folder: Path, family: str, weights: bool = True) -> Path:
     tokenizer.save_pretrained(path)
 
     if weights:
-        _save_llama(path, list(spec.end_ids), S_VOCAB_SIZE if family == "s" else VOCAB_SIZE)
+        _save_llama(path, list(spec.end_ids), S_VOCAB_SIZE if family == "s" else VOCAB_SIZE, shape)
     sampling = {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95, "repetition_penalty": 1.05}
     (path / "generation_config.json").write_text(json.dumps({"eos_token_id": list(spec.end_ids), **sampling}))
     return path
@@ -224,22 +229,22 @@ def _sentence_pieces(control: dict[str, int]) -> tokenizers.Tokenizer:
     return core
 
 
-def _save_llama(path: Path, end_ids: list[int], vocab_size: int) -> None:
+def _save_llama(path: Path, end_ids: list[int], vocab_size: int, shape: dict[str, Any]) -> None:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    config = LlamaConfig(
-        vocab_size=vocab_size,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=4096,
-        eos_token_id=end_ids,
-        bos_token_id=None,
-        pad_token_id=None,
-    )
+    small = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "max_position_embeddings": 4096,
+        "eos_token_id": end_ids,
+        "bos_token_id": None,
+        "pad_token_id": None,
+    }
+    config = LlamaConfig(vocab_size=vocab_size, **{**small, **shape})
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         LlamaForCausalLM(config).save_pretrained(path)

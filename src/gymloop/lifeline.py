@@ -54,28 +54,58 @@ def tied(command: Sequence[str]) -> list[str]:
     return [sys.executable, "-m", "gymloop.lifeline", str(os.getpid()), *command]
 
 
+class Reaper:
+    """A small process that kills whatever carries its mark, once ``close`` is called or this process is gone.
+
+    Attributes:
+        mark: the value of ``MARK`` that what is started under ``marking`` carries; empty where nothing is reaped.
+    """
+
+    def __init__(self) -> None:
+        self.mark = ""
+        self._process: subprocess.Popen[bytes] | None = None
+        if sys.platform != "linux":
+            return
+        self.mark = uuid.uuid4().hex
+        command = [sys.executable, "-S", "-E", __file__, "--reap", self.mark]
+        # Without a mark of its own, and in a session of its own, so that Ctrl-C reaches the run and not what cleans up.
+        unmarked = {name: value for name, value in os.environ.items() if name != MARK}
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True, env=unmarked)
+
+    @contextmanager
+    def marking(self) -> Iterator[None]:
+        """What is started within the block, by whichever thread of this process, carries the mark."""
+        if not self.mark:
+            yield
+            return
+        before = os.environ.get(MARK)
+        os.environ[MARK] = self.mark
+        try:
+            yield
+        finally:
+            del os.environ[MARK]
+            if before is not None:
+                os.environ[MARK] = before
+
+    def close(self) -> None:
+        """Kill what is left of the marked processes. Safe to call twice."""
+        process, self._process = self._process, None
+        if process is None:
+            return
+        if process.stdin is not None:
+            process.stdin.close()
+        process.wait(timeout=2 * REAP_S)
+
+
 @contextmanager
 def reaped() -> Iterator[None]:
     """Whatever is started within the block ends with it, at the latest with this process."""
-    if sys.platform != "linux":
-        yield
-        return
-    before = os.environ.pop(MARK, None)
-    mark = uuid.uuid4().hex
-    # In a session of its own, so that Ctrl-C reaches the run and not what cleans up after it.
-    reaper = subprocess.Popen(
-        [sys.executable, "-S", "-E", __file__, "--reap", mark], stdin=subprocess.PIPE, start_new_session=True
-    )
-    os.environ[MARK] = mark
+    reaper = Reaper()
     try:
-        yield
+        with reaper.marking():
+            yield
     finally:
-        del os.environ[MARK]
-        if before is not None:
-            os.environ[MARK] = before
-        if reaper.stdin is not None:
-            reaper.stdin.close()
-        reaper.wait(timeout=2 * REAP_S)
+        reaper.close()
 
 
 def _reap(mark: str) -> None:

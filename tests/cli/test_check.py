@@ -18,7 +18,8 @@ from gymloop.config.load import load_recipe
 from gymloop.config.plan import compile_plan
 
 ROOT = Path(__file__).parents[2]
-RECIPES = sorted((ROOT / "recipes").rglob("*.yaml"))
+RECIPES = [path for path in sorted((ROOT / "recipes").rglob("*.yaml")) if "nemo_gym:" not in path.read_text()]
+"""Those that need a NeMo Gym are checked in tests/test_recipes.py."""
 HEAVY = ("torch", "ray", "transformers", "vllm")
 
 SOUND = """\

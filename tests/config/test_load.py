@@ -90,8 +90,11 @@ def test_an_unknown_key_is_found_in_another_block(recipe):
         (("max_num_steps: 3", "max_num_steps: 3\n  async_grpo: {enabled: false}"), "grpo.async_grpo", "asynchronous"),
         (("  model_name", "  megatron_cfg: {enabled: true}\n  model_name"), "policy.megatron_cfg", "not available"),
         (("  model_name", "  dtensor_cfg: {enabled: true}\n  model_name"), "policy.dtensor_cfg", "not available yet"),
-        (("temperature: 1.0", "vllm_cfg: {}"), "policy.generation.vllm_cfg", "vLLM backend is not available yet"),
-        (("temperature: 1.0", "backend: vllm"), "policy.generation.backend", "not available yet; expected 'torch'"),
+        (
+            ("temperature: 1.0", "backend: vllm\n    vllm_cfg: {use_deep_gemm: false}"),
+            "policy.generation.vllm_cfg.use_deep_gemm",
+            "one precision",
+        ),
     ],
 )
 def test_what_nemo_rl_has_and_gymloop_does_not_is_said_so(recipe, edit, key, sentence):
@@ -127,7 +130,7 @@ def test_what_nemo_rl_has_and_gymloop_does_not_is_said_so(recipe, edit, key, sen
         (("environment: sums,", "environment: sums, data_path: a.jsonl,"), "r.yaml:16: data.train", "both are given"),
         (("{environment: sums, num_tasks: 8}", "{data_path: a.jsonl}"), "r.yaml:16: data.train.data_path", "no file"),
         (("my_gym.sums:Sums", "my_gym.sums"), "r.yaml:19: env.environments.sums.entrypoint", "module:Class"),
-        (("loss_fn:", "cluster: {num_nodes: 2}\nloss_fn:"), "r.yaml:5: cluster.num_nodes", "not available yet"),
+        (("loss_fn:", "cluster: {num_nodes: 2}\nloss_fn:"), "r.yaml:5: cluster.num_nodes", "on a CPU a run has one node"),
         (
             ("ratio_clip_min: 0.2", "truncated_importance_sampling_ratio: 2.0"),
             "r.yaml:6: loss_fn.truncated_importance_sampling_ratio",

@@ -3,13 +3,14 @@ import pytest
 from gymloop.config.notes import notes
 
 MUST = "checkpointing.checkpoint_must_save_by"
+GYM = "{config_paths: [a.yaml]}"
 VALIDATION = "+data.validation={environment: sums, num_tasks: 2}"
 
 
 @pytest.mark.parametrize(
     ("overrides", "key", "reason"),
     [
-        (["cluster.gpus_per_node=2"], "cluster.gpus_per_node", "would leave all but one idle"),
+        (["cluster.gpus_per_node=2"], "cluster.gpus_per_node", "leaves the policy 2 GPUs, all but one of them idle"),
         (["policy.train_global_batch_size=3"], "policy.train_global_batch_size", "does not divide the 8"),
         (
             ["policy.sequence_packing.enabled=false", "policy.train_micro_batch_size=9"],
@@ -93,6 +94,49 @@ VALIDATION = "+data.validation={environment: sums, num_tasks: 2}"
             ["policy.tokenizer.reasoning_parser_plugin=mine.py"],
             "policy.tokenizer.reasoning_parser_plugin",
             "and policy.tokenizer.reasoning_parser names none of them",
+        ),
+        (["+env.should_use_nemo_gym=true"], "env.should_use_nemo_gym", "is true, and env.nemo_gym is missing"),
+        ([f"+env.nemo_gym={GYM}", "+env.should_use_nemo_gym=false"], "env.should_use_nemo_gym", "remove one of the"),
+        (["+env.nemo_gym_extra=[a]"], "env.nemo_gym_extra", "has no effect without env.nemo_gym"),
+        (["+env.nemo_gym_installation=a"], "env.nemo_gym_installation", "has no effect without env.nemo_gym"),
+        (
+            [f"+env.nemo_gym={GYM}", "+env.nemo_gym_extra=[a]", "+env.nemo_gym_installation=a"],
+            "env.nemo_gym_extra",
+            "chooses an installation, and so does env.nemo_gym_installation",
+        ),
+        (["+env.nemo_gym={}"], "env.nemo_gym", "exactly one; neither is given"),
+        (["+env.nemo_gym={config_paths: []}"], "env.nemo_gym.config_paths", "is empty, so no server starts"),
+        (
+            ["+env.nemo_gym={config_paths: [a.yaml], head_server_url: 'http://h:1'}"],
+            "env.nemo_gym",
+            "exactly one; both are given",
+        ),
+        (["+env.nemo_gym={head_server_url: 'h:1'}"], "env.nemo_gym.head_server_url", "is not an address of a server"),
+        (
+            ["+env.nemo_gym={head_server_url: 'http://h:1', shop: {a: 1}}"],
+            "env.nemo_gym.shop",
+            "the servers run already",
+        ),
+        (
+            ["+env.nemo_gym={config_paths: [a.yaml], is_trajectory_collection: true}"],
+            "env.nemo_gym.is_trajectory_collection",
+            "`gymloop collect` plays rollouts without training",
+        ),
+        (
+            ["+env.nemo_gym={config_paths: [a.yaml], tokenizer_config: {}}"],
+            "env.nemo_gym.tokenizer_config",
+            "the tokenizer is policy.tokenizer",
+        ),
+        (
+            ["+env.nemo_gym={config_paths: [a.yaml], port_range_low: 6000, port_range_high: 5000}"],
+            "env.nemo_gym.port_range_low",
+            "6000 is above port_range_high",
+        ),
+        (
+            [f"+env.nemo_gym={GYM}", "~env.environments.sums", "data={train: {data_path: a.jsonl}}",
+             "~data.train.environment", "~data.train.num_tasks", "+sft_warmup.steps=1"],
+            "sft_warmup.data_path",
+            "a server has no solver",
         ),
         (["env.environments={}", "~env.environments.sums"], "env.environments", "nothing gives a reward"),
     ],

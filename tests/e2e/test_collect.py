@@ -238,6 +238,7 @@ def test_a_file_that_no_collection_wrote_is_refused_and_left_as_it_is(lab):
     assert lab.output("notes").read_text() == "dear diary"
 
 
+@pytest.mark.slow
 def test_rows_that_fail_for_good_are_counted_have_no_reward_and_may_be_taken_again(lab):
     (lab.folder / "broken").touch()
     how = ("--generations", "1", "data.train.environment=moody", "data.train.num_tasks=8")
@@ -264,6 +265,7 @@ def test_rows_that_fail_for_good_are_counted_have_no_reward_and_may_be_taken_aga
     assert len({*lab.ids("moody")}) == len(lab.ids("moody")) == 8
 
 
+@pytest.mark.slow
 def test_two_collections_do_not_share_a_file(lab):
     from gymloop.files import held
     from gymloop.training.output import folder_of

@@ -10,15 +10,14 @@ from pathlib import Path
 import pytest
 
 import f07
+import toys
+from gymloop.generation.vllm.settings import VllmSettings
 
 
 @pytest.mark.parametrize(
     "flags", [pytest.param([], id="asserts"), pytest.param(["-O"], id="python -O", marks=pytest.mark.slow)]
 )
 def test_f07_every_way_to_a_sample_takes_the_profile_or_refuses(toy, flags):
-    import torch
-    from transformers import AutoModelForCausalLM
-
     folder = toy("q")
     assert json.loads((folder / "generation_config.json").read_text())["temperature"] == 0.6
     if flags:
@@ -29,6 +28,19 @@ def test_f07_every_way_to_a_sample_takes_the_profile_or_refuses(toy, flags):
     else:
         result = f07.play(folder)
     assert result["asserts"] is not bool(flags)
+    check(result, folder)
+
+
+@pytest.mark.vllm
+@pytest.mark.timeout(600)
+def test_f07_every_way_to_a_sample_takes_the_profile_or_refuses_on_vllm(tmp_path):
+    folder = toys.build_toy(tmp_path, "q", **toys.FOR_VLLM)
+    check(f07.play(folder, VllmSettings(kv_cache_memory_bytes=64 << 20)), folder)
+
+
+def check(result, folder):
+    import torch
+    from transformers import AutoModelForCausalLM
 
     assert {name: one["refusal"] for name, one in result["chat"].items()} == {
         name: refusal for name, (_, refusal) in f07.REQUESTS.items()

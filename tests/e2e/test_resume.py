@@ -152,8 +152,8 @@ def test_the_same_command_twice_gives_the_same_bits(lab):
 POINTS = {
     "while_rollouts_run": "gymloop.rollouts.collector:Collector._rollout:15:after",
     "rollouts_done": "gymloop.training.loop:prepare_batch:3:before",
-    "update_done": "gymloop.training.loop:sync_weights:4:before",
-    "engine_has_the_weights": "gymloop.training.loop:sync_weights:4:after",
+    "update_done": "gymloop.training.fleet:sync_weights:4:before",
+    "engine_has_the_weights": "gymloop.training.fleet:sync_weights:4:after",
     "while_validating": "gymloop.training.loop:_validate:2:after",
     "metrics_written": "gymloop.training.run:Run.record:4:after",
     "save_begins": "gymloop.training.checkpoint:CheckpointStore.begin:3:after",

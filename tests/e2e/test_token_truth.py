@@ -206,11 +206,13 @@ async def test_a_recipe_decides_whether_provenance_is_recorded(toy, told):
     plan = compile_plan(load_recipe(recipe, overrides), recipe)
     engine = ScriptedEngine([(*text_ids("4C."), 2)])
     with serving(engine, toy("q")) as url:
-        client = await model_client(plan, SimpleNamespace(results={"server": {"url": url}}))
+        server = {"remotes": [SimpleNamespace(name="engine")], "urls": [url]}
+        clients = await model_client(plan, SimpleNamespace(results={"server": server}))
         try:
-            reply = await client.chat([USER], [], max_tokens=20)
+            with clients.lease() as client:
+                reply = await client.chat([USER], [], max_tokens=20)
         finally:
-            await client.close()
+            await clients.close()
     assert (reply.turn.provenance is not None) is told
 
 

@@ -193,7 +193,7 @@ async def test_a_prompt_that_does_not_continue_the_turn_before_is_a_new_segment(
     def forget(reply):
         reply["choices"][0]["message"]["prompt_token_ids"] = [5, 6, 7]
 
-    with caplog.at_level(logging.DEBUG, "gymloop.gym.agent"):
+    with caplog.at_level(logging.DEBUG, "gymloop.gym.dialogue"):
         conversation, _, _ = await play(ScriptedModel({"p": [GOOD, Say("end", change=forget)]}), "p")
     assert conversation.new_segments == 1
     _, second = segments(conversation.turns)

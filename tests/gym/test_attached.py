@@ -10,6 +10,7 @@ from aiohttp import web
 from gymloop.cluster.health import Health
 from gymloop.errors import ConfigError, InfraError
 from gymloop.gym import attached
+from gymloop.gym.agents import Limited, Terms
 from gymloop.gym.attached import AttachedEnvironment
 from gymloop.gym.gymnasium import Gymnasium
 from gymloop.gym.http_source import HttpSource
@@ -136,3 +137,20 @@ async def test_each_agent_goes_by_the_environments_name_and_needs_open_connectio
 def test_what_is_no_address_is_refused():
     with pytest.raises(ConfigError, match="expected http://host:port"):
         AttachedEnvironment("sums", "localhost:8000")
+
+
+class Counting:
+    """An agent that notes how many turns it was allowed."""
+
+    name = "counting"
+
+    async def play(self, row, model, conversation, terms):
+        return terms.max_turns
+
+
+@pytest.mark.parametrize(("own", "of_the_run", "allowed"), [(2, 8, 2), (9, 8, 8)])
+async def test_an_agents_own_limit_of_turns_holds_beside_that_of_the_run(own, of_the_run, allowed):
+    terms = Terms(max_turns=of_the_run, max_tokens=1, call_timeout_s=1, deadline_s=1)
+    agent = Limited(Counting(), own)
+    assert agent.name == "counting"
+    assert await agent.play({}, None, None, terms) == allowed

@@ -118,6 +118,7 @@ async def test_a_receiver_killed_half_way_is_named_and_the_other_gets_the_versio
 
 
 @pytest.mark.parametrize("transport", ["shared_memory", "broadcast"])
+@pytest.mark.slow
 async def test_a_receiver_that_stops_half_way_is_named_before_the_deadline(cast, tmp_path, transport):
     policy, engines = cast()
     await engines[1].call("hold", 2, timeout=60)
@@ -128,6 +129,7 @@ async def test_a_receiver_that_stops_half_way_is_named_before_the_deadline(cast,
     await holds_nothing(policy, engines[0])
 
 
+@pytest.mark.slow
 async def test_a_receiver_that_stops_before_the_sync_is_named(cast):
     policy, engines = cast()
     await sync_weights(policy, engines, 0, 60, settings("shared_memory"))
@@ -139,6 +141,7 @@ async def test_a_receiver_that_stops_before_the_sync_is_named(cast):
     )
 
 
+@pytest.mark.slow
 async def test_a_receiver_that_answers_and_does_not_get_on_is_ended_by_the_deadline(cast, tmp_path):
     policy, engines = cast()
     await engines[1].call("hold", 2, timeout=60)
@@ -148,6 +151,7 @@ async def test_a_receiver_that_answers_and_does_not_get_on_is_ended_by_the_deadl
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.slow
 async def test_a_policy_that_dies_or_stops_half_way_is_named_and_no_engine_serves_a_part(cast, tmp_path, number):
     policy, engines = cast()
     await sync_weights(policy, engines, 0, 60, settings("broadcast"))
@@ -163,6 +167,7 @@ async def test_a_policy_that_dies_or_stops_half_way_is_named_and_no_engine_serve
     await holds_nothing(*engines)
 
 
+@pytest.mark.slow
 async def test_engines_that_have_mapped_the_weights_of_a_policy_that_is_killed_have_them_whole(cast, tmp_path):
     policy, engines = cast()
     sums = await policy.call("change", timeout=60)

@@ -6,7 +6,8 @@ Starts nothing and imports nothing heavy, except with ``--deep``, which loads th
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 
 from gymloop.config.dump import as_yaml
@@ -15,7 +16,10 @@ from gymloop.config.load import Loaded, load
 from gymloop.config.notes import notes
 from gymloop.config.plan import Plan, compile_plan
 from gymloop.config.problems import KeyPath, Problem, mask, report
+from gymloop.config.schema import Recipe
 from gymloop.errors import ConfigError
+from gymloop.gym.nemo.gym import Gym
+from gymloop.gym.nemo.recipe import hints, load_gym, settle_rows
 from gymloop.gym.rows import read_demonstrations, read_rows
 from gymloop.observe.metrics import METRICS
 
@@ -28,31 +32,45 @@ def run(args: argparse.Namespace) -> int:
     """
     loaded = load(args.recipe, args.overrides)
     plan = compile_plan(loaded.recipe, args.recipe)
-    check_outside(loaded, plan, str(args.recipe))
+    gym = check_outside(loaded, plan, str(args.recipe))
+    plan = settle_rows(plan, gym)
     if args.resolved:
         print(as_yaml(loaded.recipe), end="")
         return 0
-    print(summary(plan, loaded.document.hidden))
+    print(summary(plan, loaded.document.hidden, gym))
     if args.explain:
-        print(explanation(loaded, plan))
+        print(explanation(loaded, plan, gym))
     if args.deep:
         from gymloop.cli.deep import check_deeply
 
-        return check_deeply(plan)
+        return check_deeply(plan, gym)
     return 0
 
 
-def check_outside(loaded: Loaded, plan: Plan, source: str) -> None:
-    """What a recipe refers to and configuration alone cannot judge: rows in files, names of metrics.
+def check_outside(loaded: Loaded, plan: Plan, source: str) -> Gym | None:
+    """What configuration alone cannot judge of a recipe: NeMo Gym's configs, rows in files, names of metrics.
+
+    Returns:
+        What the recipe starts of NeMo Gym, if anything.
 
     Raises:
         ConfigError: lists all problems, each with the line that names the file or metric.
     """
     problems: list[Problem] = []
-    names = dict.fromkeys(plan.recipe.env.environments)
-    for key, rows_of in (("train", plan.train), ("validation", plan.validation)):
+    gym, names = None, _names(plan.recipe)
+    try:
+        gym = load_gym(plan.recipe, plan.recipe_path.parent)
+        names |= dict.fromkeys(gym.plays if gym else ())
+        plan = settle_rows(plan, gym)
+        files = [("train", plan.train), ("validation", plan.validation)]
+    except ConfigError as error:
+        problems.append(located(error))
+        files = []  # where rows lie and what they may name is not known
+    for key, rows_of in files:
         if rows_of is not None and rows_of.data_path is not None:
-            problems += _problems(("data", key, "data_path"), partial(read_rows, rows_of.data_path, names))
+            problems += _problems(
+                ("data", key, "data_path"), partial(read_rows, rows_of.data_path, names, rows_of.agent)
+            )
     if plan.sft_data_path is not None:
         problems += _problems(("sft_warmup", "data_path"), partial(read_demonstrations, plan.sft_data_path))
     if (metric := plan.recipe.checkpointing.metric_name) is not None:
@@ -62,6 +80,31 @@ def check_outside(loaded: Loaded, plan: Plan, source: str) -> None:
             problems.append(Problem(("checkpointing", "metric_name"), str(error.args[0])))
     if problems:
         raise report(problems, source, loaded.document.positions, loaded.document.hidden)
+    return gym
+
+
+class _AnyName(dict[str, None]):
+    """Environments whose names nobody knows before the run asks for them."""
+
+    def __contains__(self, _name: object) -> bool:
+        return True
+
+    def __missing__(self, _name: str) -> None:
+        return None
+
+
+def _names(recipe: Recipe) -> dict[str, None]:
+    """The names that rows may carry, but for those of NeMo Gym's configs."""
+    gym = recipe.env.nemo_gym
+    return _AnyName() if gym is not None and gym.head_server_url is not None else dict.fromkeys(recipe.env.environments)
+
+
+def located(error: ConfigError) -> Problem:
+    """An error about NeMo Gym as a problem of the key that it begins with."""
+    text = str(error)
+    match = re.match(r"((?:env|data|policy)\.[\w.-]+): ", text)
+    key = match[1] if match else "env.nemo_gym.config_paths"
+    return Problem(tuple(key.split(".")), text[match.end() :] if match else text)
 
 
 def _problems(key: KeyPath, read: Callable[[], object]) -> list[Problem]:
@@ -72,7 +115,7 @@ def _problems(key: KeyPath, read: Callable[[], object]) -> list[Problem]:
     return []
 
 
-def summary(plan: Plan, hidden: Mapping[str, str] = {}) -> str:
+def summary(plan: Plan, hidden: Mapping[str, str] = {}, gym: Gym | None = None) -> str:
     """The plan as a person wants it: what is trained, on what, how long, where."""
     recipe, grpo = plan.recipe, plan.recipe.grpo
     steps = f"{plan.optimizer_steps_per_batch} optimizer step{'s' if plan.optimizer_steps_per_batch > 1 else ''}"
@@ -86,31 +129,54 @@ def summary(plan: Plan, hidden: Mapping[str, str] = {}) -> str:
         ("length", f"at most {plan.steps_bound} steps, after {recipe.sft_warmup.steps} of supervised warm-up"),
         ("train rows", rows(plan.train)),
         ("validation", rows(plan.validation) if plan.validation else "none"),
-        ("environment", ", ".join(environments(recipe))),
+        ("environment", ", ".join([*environments(recipe), *(agents(gym) if gym else ())])),
         (
             "compute",
             f"{plan.device}, {plan.engine.threads} threads for the engine, {plan.policy.threads} for the policy",
         ),
+        ("placement", plan.placement.summary()),
         ("ports", f"{plan.ports.low}-{plan.ports.high}"),
         ("results", str(plan.run_dir.parent)),
         *(("note", text) for text in notes(recipe)),
+        *(("note", text) for text in (hints(gym) if gym else ())),
     ]
     # What the environment gave may stand in any of these lines.
     text = "\n".join([f"{plan.recipe_path.name}: OK", *(f"  {name:<11} {text}" for name, text in lines)])
     return mask(text, hidden)
 
 
-def explanation(loaded: Loaded, plan: Plan) -> str:
+def agents(gym: Gym) -> Iterator[str]:
+    """Each agent of NeMo Gym's configs with what plays its rows, and where."""
+    for name, play in gym.plays.items():
+        limit = "" if play.max_steps is None else f", at most {play.max_steps} model calls"
+        yield f"{name} ({play.kind} agent on NeMo Gym's {play.server}{limit})"
+
+
+def _gym_lines(gym: Gym) -> Iterator[str]:
+    low, high = gym.ports
+    yield f"NeMo Gym {gym.installation.version} in {gym.installation.folder}"
+    for name, block in gym.blocks.servers.items():
+        port = block.settings.get("port") or f"a port of {low}-{high}"
+        yield f"  server {name}: {gym.folders[name] / block.settings['entrypoint']} on {port}, logs/{name}.log"
+    yield from (f"  rows of {one}" for one in agents(gym))
+
+
+def explanation(loaded: Loaded, plan: Plan, gym: Gym | None = None) -> str:
     """Where derived values come from, and what a run starts."""
     from gymloop.cluster.health import Health
+    from gymloop.gym.nemo.restarts import Restarts
     from gymloop.training.start import startup_tasks
     from gymloop.training.stop import StopSignal
+    from gymloop.training.tasks.nemo_gym import Hosting
 
     lines = ["derived"]
     lines += [f"  {one.name} = {one.value}: {one.because}" for one in derived(loaded, plan)]
+    lines += _gym_lines(gym) if gym is not None else []
     lines.append("startup, each task as soon as what it needs is there; a deadline counts from the last progress")
     limits = plan.recipe.health
-    for task in startup_tasks(plan, None, Health(limits.check_period_s, limits.unresponsive_after_s), StopSignal()):
+    health = Health(limits.check_period_s, limits.unresponsive_after_s)
+    hosting = None if gym is None else Hosting(gym, Restarts(limits.max_server_restarts, print))
+    for task in startup_tasks(plan, None, health, StopSignal(), hosting):
         needs = f"after {', '.join(task.needs)}" if task.needs else "at once"
         lines.append(f"  {task.name:<15} {needs}; deadline {task.deadline_s:g} s")
     return mask("\n".join(lines), loaded.document.hidden)

@@ -91,6 +91,31 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
     parser.epilog = "The environment variable GYMLOOP_API_KEY, where it is set, is the key that clients must send."
 
 
+def _add_collect(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--output", metavar="FILE", required=True, help="JSONL; one that is there already is completed")
+    parser.add_argument(
+        "--data",
+        choices=("train", "validation"),
+        default="train",
+        help="whose rows and sampling (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--generations",
+        metavar="N",
+        type=_count,
+        help="rollouts of each row; grpo.num_generations_per_prompt by default",
+    )
+    parser.add_argument("--limit", metavar="N", type=_count, help="rows, from the first on; all by default")
+    parser.add_argument(
+        "--model-url", metavar="URL", help="of an OpenAI-compatible server, instead of the recipe's engine"
+    )
+    parser.add_argument("--model", metavar="NAME", help="the name of the model there; policy.model_name by default")
+    parser.add_argument("--retry-failed", action="store_true", help="take rollouts that failed for good again")
+    parser.epilog = (
+        "The environment variable GYMLOOP_API_KEY, where it is set, is the key for the server at --model-url."
+    )
+
+
 def _add_gym(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--version", metavar="VERSION", dest="gym_version", default="0.7.0", help="of nemo-gym (default: %(default)s)"
@@ -100,6 +125,42 @@ def _add_gym(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--python", metavar="PYTHON", default=sys.executable, help="3.11 or newer (default: the one that runs this)"
+    )
+
+
+def _add_gym_serve(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("entrypoint", metavar="MODULE:CLASS", help="a subclass of gymloop.gym.Environment")
+    parser.add_argument("--kwargs", metavar="JSON", help="constructor arguments, a JSON object")
+    parser.add_argument("--name", metavar="NAME", help="as rows carry it in agent_ref.name; the class's, in lower case")
+    parser.add_argument(
+        "--host", metavar="HOST", default="127.0.0.1", help="address to listen on (default: %(default)s)"
+    )
+    parser.add_argument("--port", metavar="PORT", type=_port, default=9000, help="0 takes any (default: %(default)s)")
+    parser.add_argument("--advertised-host", metavar="HOST", help="where clients on other machines reach it")
+    parser.add_argument("--model-url", metavar="URL", help="a generation server to play rollouts with, for POST /run")
+    parser.add_argument("--model-name", metavar="NAME", help="the model that it serves")
+    counts = {
+        "--max-turns": (16, "model calls of one rollout"),
+        "--max-tokens": (1024, "tokens of one model call"),
+        "--max-sessions": (16384, "sessions open at once"),
+    }
+    for option, (default, what) in counts.items():
+        parser.add_argument(
+            option, metavar="N", type=_count, default=default, help=f"{what}, at most (default: %(default)s)"
+        )
+    parser.add_argument(
+        "--call-timeout",
+        metavar="S",
+        type=_count,
+        default=60,
+        help="seconds for a tool or verdict (%(default)s)",
+    )
+    parser.add_argument(
+        "--session-timeout",
+        metavar="S",
+        type=_count,
+        default=3600,
+        help="seconds of silence that end a session (default: %(default)s)",
     )
 
 
@@ -136,6 +197,11 @@ def build_parser() -> argparse.ArgumentParser:
     train.add_argument("--sequential", action="store_true", help="start one task after another, to compare")
     train.set_defaults(module="gymloop.cli.train")
 
+    collect = verbs.add_parser("collect", help="write rollouts of a recipe to a file, training nothing")
+    _add_recipe(collect)
+    _add_collect(collect)
+    collect.set_defaults(module="gymloop.cli.collect")
+
     serve = verbs.add_parser("serve", help="serve a model behind an OpenAI-compatible URL")
     _add_serve(serve)
     serve.set_defaults(module="gymloop.cli.serve")
@@ -146,7 +212,7 @@ def build_parser() -> argparse.ArgumentParser:
     fetch.add_argument("model", metavar="ID", help="a Hugging Face id, as in policy.model_name")
     fetch.set_defaults(module="gymloop.cli.models")
 
-    gym = verbs.add_parser("gym", help="NeMo Gym's servers: install them, and list what they offer")
+    gym = verbs.add_parser("gym", help="NeMo Gym's servers: install and list them, and serve yours like them")
     deeds = gym.add_subparsers(title="deeds", metavar="DEED", dest="deed", required=True, parser_class=_Parser)
     install = deeds.add_parser("install", help="make the environment they run in, once, and print its folder")
     _add_gym(install)
@@ -156,6 +222,9 @@ def build_parser() -> argparse.ArgumentParser:
     listed.add_argument("--folder", metavar="FOLDER", help="another virtual environment that has nemo-gym")
     _add_gym(listed)
     listed.set_defaults(module="gymloop.cli.gym")
+    served = deeds.add_parser("serve", help="serve an environment of yours as NeMo Gym's servers serve theirs")
+    _add_gym_serve(served)
+    served.set_defaults(module="gymloop.cli.gym_serve")
     return parser
 
 

@@ -12,6 +12,7 @@ from typing import NoReturn
 from gymloop.config.load import load_recipe
 from gymloop.config.plan import Plan, compile_plan
 from gymloop.errors import ConfigError
+from gymloop.loops import fast_loop
 
 
 def run(args: argparse.Namespace) -> int:
@@ -25,7 +26,8 @@ def run(args: argparse.Namespace) -> int:
         plan = compile_plan(recipe, args.recipe, latest_run(plan))
     from gymloop.training.train import train
 
-    return asyncio.run(train(plan, resume=args.resume, sequential=args.sequential))
+    with asyncio.Runner(loop_factory=fast_loop()) as runner:
+        return runner.run(train(plan, resume=args.resume, sequential=args.sequential))
 
 
 def _end(number: int, frame: FrameType | None) -> NoReturn:

@@ -10,7 +10,7 @@ import yaml
 
 from gymloop.config.document import IMPLICIT_RESOLVERS
 from gymloop.config.expression import escape
-from gymloop.config.paths import FILES, TEMPLATE, is_template_file
+from gymloop.config.paths import FILES, GYM_CONFIGS, TEMPLATE, is_template_file
 from gymloop.config.problems import KeyPath
 from gymloop.config.schema import Recipe
 
@@ -49,6 +49,10 @@ def _make_absolute(tree: dict[str, Any], recipe: Recipe, folder: Path) -> None:
         name = (block or {}).get(key[-1])
         if isinstance(name, str) and (key != TEMPLATE or is_template_file(name)) and key not in recipe.from_environment:
             block[key[-1]] = str((folder / Path(name).expanduser()).absolute())
+    gym = tree["env"].get("nemo_gym") or {}
+    for index, name in enumerate(gym.get(GYM_CONFIGS[-1]) or ()):
+        if (*GYM_CONFIGS, index) not in recipe.from_environment and (folder / name).is_file():
+            gym[GYM_CONFIGS[-1]][index] = str((folder / name).absolute())
 
 
 def _plain(value: Any, path: KeyPath, references: Mapping[KeyPath, str]) -> Any:

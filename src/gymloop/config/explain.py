@@ -33,6 +33,9 @@ def derived(loaded: Loaded, plan: Plan) -> list[Derived]:
     recipe, term = plan.recipe, terms.term
     prompts, generations = term("grpo.num_prompts_per_step"), term("grpo.num_generations_per_prompt")
     cores = f"{plan.cores} cores that this process may use; engine and policy take turns"
+    engine_cores = cores
+    if plan.placement.replicas > 1 and plan.placement.resource == "CPU":
+        engine_cores = f"{plan.cores} cores that this process may use / {plan.placement.replicas} replicas"
     folder = f"the folder of {plan.recipe_path.name}"
     template = plan.recipe.policy.tokenizer.chat_template
     found = [
@@ -65,7 +68,8 @@ def derived(loaded: Loaded, plan: Plan) -> list[Derived]:
     found += [
         Derived("device", plan.device, term("cluster.gpus_per_node")),
         Derived("precision", plan.precision, term("policy.precision")),
-        Derived("engine.threads", str(plan.engine.threads), cores),
+        Derived("placement", plan.placement.summary(), _placement(terms, plan)),
+        Derived("engine.threads", str(plan.engine.threads), engine_cores),
         Derived("policy.threads", str(plan.policy.threads), cores),
         Derived(
             "ports",
@@ -151,6 +155,18 @@ def _steps(terms: _Terms, plan: Plan, prompts: str) -> str:
         return f"{steps}; the file's rows may end the run sooner"
     epochs = f"{terms.term('grpo.max_num_epochs')} x whole steps in {terms.term('data.train.num_tasks')} by {prompts}"
     return f"the smaller of {steps} and {epochs}"
+
+
+def _placement(terms: _Terms, plan: Plan) -> str:
+    generation = "policy.generation"
+    if plan.placement.resource == "CPU":
+        return f"{terms.term('cluster.gpus_per_node')}, {terms.term(f'{generation}.replicas')}"
+    keys = ["cluster.gpus_per_node", "cluster.num_nodes", f"{generation}.colocated.enabled"]
+    if not plan.placement.colocated:
+        kept = "gpus_per_node" if plan.recipe.cluster.num_nodes == 1 else "num_nodes"
+        keys.append(f"{generation}.colocated.resources.{kept}")
+    tensor_parallel = f", {plan.placement.tensor_parallel} GPUs an engine" if plan.placement.tensor_parallel > 1 else ""
+    return ", ".join(terms.term(key) for key in keys) + tensor_parallel
 
 
 def _environment(terms: _Terms, name: str, spec: EnvironmentSpec) -> str:

@@ -14,7 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from gymloop.config.parsers import settled_parsers
 from gymloop.config.paths import is_template_file
+from gymloop.config.placement import Placement, placed
 from gymloop.config.schema import DataSource, Generation, Recipe
 from gymloop.errors import ConfigError
 
@@ -72,12 +74,14 @@ class RowSource:
         environment: name of the generating environment; None when the rows are in a file.
         num_tasks: rows to generate; None for a file.
         seed: of the generator.
+        agent: environment of the file's rows that name none; None where every row has to.
     """
 
     data_path: Path | None
     environment: str | None
     num_tasks: int | None
     seed: int
+    agent: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +102,8 @@ class Plan:
         device: where engine and policy compute.
         precision: as in the recipe; ``auto`` is settled by the worker.
         cores: cores this process may use.
-        engine: threads of the engine's actor.
+        placement: what each worker's process holds of the cluster.
+        engine: threads of each engine's actor.
         policy: threads of the policy's actor.
         ports: for the generation server.
         chat_template: Jinja text; None takes the tokenizer's own.
@@ -122,6 +127,7 @@ class Plan:
     device: Literal["cpu", "cuda"]
     precision: Literal["auto", "float32", "bfloat16"]
     cores: int
+    placement: Placement
     engine: ActorThreads
     policy: ActorThreads
     ports: PortRange
@@ -151,6 +157,8 @@ def compile_plan(recipe: Recipe, recipe_path: str | Path, run_name: str | None =
     grpo, generation = recipe.grpo, recipe.policy.generation
     rollouts = grpo.num_prompts_per_step * grpo.num_generations_per_prompt
     cores = len(os.sched_getaffinity(0))
+    placement = placed(recipe)
+    parsers = settled_parsers(recipe)
     return Plan(
         recipe=recipe,
         recipe_path=path,
@@ -165,15 +173,16 @@ def compile_plan(recipe: Recipe, recipe_path: str | Path, run_name: str | None =
         device="cuda" if recipe.cluster.gpus_per_node else "cpu",
         precision=recipe.policy.precision,
         cores=cores,
-        engine=ActorThreads(cores),
+        placement=placement,
+        engine=ActorThreads(max(1, cores // (1 if placement.resource == "GPU" else placement.replicas))),
         policy=ActorThreads(cores),
         ports=PortRange(generation.port_range_low, generation.port_range_high),
         chat_template=_chat_template(recipe.policy.tokenizer.chat_template, path.parent),
         train=_row_source(recipe.data.train, path.parent),
         validation=_row_source(recipe.data.validation, path.parent) if recipe.data.validation else None,
         sft_data_path=_absolute(recipe.sft_warmup.data_path, path.parent),
-        tool_parser_plugin=_absolute(recipe.policy.tokenizer.tool_parser_plugin, path.parent),
-        reasoning_parser_plugin=_absolute(recipe.policy.tokenizer.reasoning_parser_plugin, path.parent),
+        tool_parser_plugin=_absolute(parsers.tool_parser_plugin, path.parent),
+        reasoning_parser_plugin=_absolute(parsers.reasoning_parser_plugin, path.parent),
     )
 
 

@@ -18,11 +18,27 @@ Seed = Annotated[int, Field(ge=0, lt=2**63)]
 PositiveFloat = Annotated[float, Field(gt=0)]
 Fraction = Annotated[float, Field(gt=0, le=1)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
+Penalty = Annotated[float, Field(le=0)]
 
 
 def _as_tuple(value: Any) -> Any:
     """YAML has lists only, and strict validation takes no list for a tuple."""
     return tuple(value) if isinstance(value, list) else value
+
+
+def _refit_transport(value: Any) -> Any:
+    """NeMo RL's other transports are no typing errors."""
+    if value in ("nccl_reshard", "vllm_zmq_sparse", "vllm_s3_sparse", "nixl") or (
+        isinstance(value, str) and ":" in value
+    ):
+        raise ValueError(
+            f"NeMo RL's transport {value!r} is not available; whole weights go by one that is listed, or 'auto'"
+        )
+    return value
+
+
+Texts = Annotated[tuple[Annotated[str, Field(min_length=1)], ...], BeforeValidator(_as_tuple)]
+"""Texts to look for; an empty one is in everything, so it is refused."""
 
 
 class Section(BaseModel):
@@ -63,6 +79,10 @@ class Grpo(Section):
     """Baseline of a rollout is the mean of the others in its group (RLOO), else the mean of the group."""
     overlong_filtering: bool = False
     """Truncated rollouts carry no loss; they still count in the baseline."""
+    invalid_tool_call_advantage: Penalty | None = None
+    """Replaces the advantage of a turn with a tool call that could not be run, such as -5.0; null leaves it."""
+    malformed_thinking_advantage: Penalty | None = None
+    """Replaces that of a turn with thinking in its answer or repeated tags; an invalid call in it comes first."""
     val_period: NonNegativeInt = 0
     """Validate every so many steps; 0 never."""
     val_at_start: bool = False
@@ -96,6 +116,37 @@ class Rollouts(Section):
     """Steps in a row that may train nothing (every group dropped or empty) before the run ends with an error."""
     record_provenance: bool = False
     """Tell template from environment text in every recorded prompt; each model call is then rendered twice."""
+    invalid_tool_call_patterns: Texts | None = None
+    """Texts that, left in a message, are a call that was never run; null: <tool_call>, <function_call> and their ends;
+    an empty list flags no turn, not even one with a call that the tool parser could not read."""
+    thinking_tags: Texts | None = None
+    """Tags that, left in a message, are thinking that leaked into it; null: <think> and </think>; [] flags no turn."""
+
+
+class PenaltyTokens(Section):
+    """Tokens that ``reward_penalties`` looks at, by id in the model's vocabulary."""
+
+    unwanted: Annotated[tuple[NonNegativeInt, ...], BeforeValidator(_as_tuple)] | None = None
+    """Tokens that no turn should sample, not even as its last one."""
+    think_open: NonNegativeInt | None = None
+    """The token that opens thinking; null, like ``think_close``, leaves the judgement to ``rollouts.thinking_tags``."""
+    think_close: NonNegativeInt | None = None
+    """The token that ends thinking."""
+
+
+class RewardPenalties(Section):
+    """Faults that take a finished rollout its whole reward: it is 0 then, whatever ``verify`` gave."""
+
+    penalize_duplicated_reasoning: bool = False
+    """The answer repeats the thinking before it, word for word."""
+    penalize_empty_final_answer: bool = False
+    """The last message is empty, or there is none."""
+    penalize_unwanted_tokens: bool = False
+    """A turn sampled one of ``token_ids.unwanted``."""
+    penalize_malformed_think_tag: bool = False
+    """Thinking is malformed (``rollouts.thinking_tags``), or its tokens are not those that the prompt asks for."""
+    token_ids: PenaltyTokens | None = None
+    """The tokens; null where no penalty needs one."""
 
 
 class Loss(Section):
@@ -186,11 +237,22 @@ class Packing(Section):
     """Packed tokens per microbatch; a longer sequence gets a microbatch of its own."""
 
 
+class Resources(Section):
+    """What the engines have to themselves where they are not colocated with the policy."""
+
+    gpus_per_node: PositiveInt | None = None
+    """GPUs of a node: on a cluster of one node some of them, on several nodes all."""
+    num_nodes: PositiveInt | None = None
+    """Nodes, on a cluster of several; the policy has the others."""
+
+
 class Colocated(Section):
     """Whether engine and policy share devices."""
 
     enabled: bool = True
-    """On a CPU they always do."""
+    """They take turns on the same GPUs; false gives the engines those of ``resources``. On a CPU always true."""
+    resources: Resources = Resources()
+    """The engines' own, where ``enabled`` is false."""
 
 
 class TorchCfg(Section):
@@ -200,11 +262,68 @@ class TorchCfg(Section):
     """Rows of the KV cache: requests decoded together."""
 
 
+class ServingChatKwargs(Section):
+    """NeMo RL's place for the parsers of the generation server."""
+
+    tool_parser: str | None = None
+    """NeMo RL's name of ``policy.tokenizer.tool_parser``; give one of the two."""
+    reasoning_parser: str | None = None
+    """NeMo RL's name of ``policy.tokenizer.reasoning_parser``; give one of the two."""
+    enable_auto_tools: bool = True
+    """Tool calls are always read; only true."""
+
+
+class VllmCfg(Section):
+    """vLLM, under NeMo RL's key names. The generation server is gymloop's own in front of either engine."""
+
+    precision: Literal["auto", "float32", "bfloat16"] | None = None
+    """NeMo RL's second place for the engine's type; null, or what ``policy.precision`` says."""
+    tensor_parallel_size: PositiveInt = 1
+    """GPUs that share one model."""
+    gpu_memory_utilization: Fraction = 0.6
+    """Share of a GPU's memory for weights, KV cache and activations of the engine together."""
+    kv_cache_memory_bytes: PositiveInt | None = None
+    """KV cache of each GPU, or of the CPU; null plans it: every row full, or what there is beside the weights."""
+    max_num_seqs: PositiveInt = 256
+    """Requests decoded together."""
+    max_model_len: PositiveInt | None = None
+    """NeMo RL's second place for the context limit; null, or what ``policy.max_total_sequence_length`` says."""
+    enforce_eager: bool | None = None
+    """True compiles nothing and starts sooner; null compiles on a GPU and not on a CPU."""
+    load_format: Literal["auto", "safetensors", "dummy"] = "auto"
+    """``dummy`` reads no weights: nothing is served before the first weight sync, which a run does at its start."""
+    kv_cache_dtype: str = "auto"
+    """As vLLM names it; ``auto`` is the engine's precision."""
+    enable_prefix_caching: bool = True
+    """Requests that begin alike share what is computed of it; dropped at every weight sync."""
+    async_engine: bool = True
+    """NeMo RL's switch; only true, since rollouts join and leave the batch at any step."""
+    expose_http_server: bool = True
+    """NeMo RL's switch; only true, since rollouts go through the generation server."""
+    skip_tokenizer_init: bool | None = None
+    """NeMo RL's switch; vLLM gets no tokenizer in any case, since gymloop renders and reads text itself."""
+    tool_parser_plugin: str | None = None
+    """NeMo RL's name of ``policy.tokenizer.tool_parser_plugin``; give one of the two."""
+    reasoning_parser_plugin: str | None = None
+    """NeMo RL's name of ``policy.tokenizer.reasoning_parser_plugin``; give one of the two."""
+    http_server_serving_chat_kwargs: ServingChatKwargs = ServingChatKwargs()
+    """The parsers, where NeMo RL has them."""
+
+
+class Refit(Section):
+    """How a weight sync is checked, and how long its parties wait for each other."""
+
+    checksum: Literal["first", "always", "never"] = "first"
+    """When every parameter that arrives is compared, by a checksum, with the policy's."""
+    stall_timeout_s: PositiveFloat = 60.0
+    """A broadcast in which nothing moves for this long is given up, seconds."""
+
+
 class Generation(Section):
     """The engine and the training profile of sampling."""
 
     backend: Literal["torch", "vllm"] = "torch"
-    """``torch`` is embedded; ``vllm`` is not available yet."""
+    """``torch`` is embedded; ``vllm`` needs vLLM installed (``gymloop[vllm]``)."""
     max_new_tokens: PositiveInt
     """Tokens per model call at most."""
     temperature: Annotated[float, Field(ge=0)] = 1.0
@@ -227,8 +346,24 @@ class Generation(Section):
     """Last port the generation server may bind."""
     colocated: Colocated = Colocated()
     """Whether engine and policy share devices."""
+    replicas: PositiveInt | None = None
+    """Engines beside each other, each with a URL of its own; null: GPUs / ``tensor_parallel_size``, on a CPU 1."""
+    on_replica_death: Literal["continue", "stop"] = "stop"
+    """Where one of several engine replicas dies or hangs: ``continue`` repeats its rollouts on the others until none is
+    left, ``stop`` ends the run."""
+    refit_transport: Annotated[
+        Literal["auto", "shared_memory", "object_store", "cuda_ipc", "broadcast"] | None,
+        BeforeValidator(_refit_transport),
+    ] = "auto"
+    """How weights reach the engines; auto, or null, chooses by where policy and engines are, see docs/weight-sync."""
+    refit_cfg: Refit = Refit()
+    """Checks and limits of a weight sync."""
     torch_cfg: TorchCfg = TorchCfg()
     """The embedded engine."""
+    vllm_cfg: VllmCfg | None = None
+    """vLLM, where ``backend`` is ``vllm``; null takes every default."""
+    vllm_kwargs: dict[str, Any] = {}
+    """Further arguments of vLLM's engine, as vLLM names them; those that would break a promise are refused."""
 
 
 class Policy(Section):
@@ -250,6 +385,8 @@ class Policy(Section):
     """Clip the global gradient norm; null does not."""
     lr_warmup_steps: NonNegativeInt = 0
     """Linear warm-up of the learning rate, training steps."""
+    refit_buffer_size_gb: PositiveFloat = 1.0
+    """Buffers of a broadcast weight sync on each side, GiB; there are two, so a bucket is half of it."""
     call_timeout_s: PositiveFloat = 3600.0
     """Wall time of one call to a worker (an update, a weight sync, a save), seconds."""
     optimizer: Optimizer
@@ -291,11 +428,47 @@ class EnvironmentSpec(Section):
     """Who plays the rollouts of a server: its sessions and tools, its ``/step``, or its own agent behind ``/run``."""
 
 
-class Env(Section):
-    """The gym."""
+class NemoGym(Section):
+    """NeMo Gym's servers, started by the run or running already; every further key overrides what its configs say."""
 
-    environments: dict[str, EnvironmentSpec]
+    model_config = ConfigDict(extra="allow")
+
+    config_paths: Annotated[tuple[str, ...], BeforeValidator(_as_tuple)] | None = None
+    """NeMo Gym's YAML files, beside the recipe or in the installed NeMo Gym; the run starts their servers."""
+    head_server_url: str | None = None
+    """``http://host:port`` of a NeMo Gym head server whose servers run already; in place of ``config_paths``."""
+    is_trajectory_collection: bool = False
+    """NeMo RL's switch to a run without training; only false, since ``gymloop collect`` does that."""
+    port_range_low: Annotated[int, Field(ge=1024, le=65535)] = 10001
+    """First port that a server may take."""
+    port_range_high: Annotated[int, Field(ge=1024, le=65535)] = 20000
+    """Last port that a server may take."""
+    server_spinup_timeout_seconds: PositiveFloat = 300.0
+    """A server that has not answered by then has failed, seconds."""
+    invalid_tool_call_patterns: Texts | None = None
+    """NeMo RL's name of ``rollouts.invalid_tool_call_patterns``; give one of the two."""
+    thinking_tags: Texts | None = None
+    """NeMo RL's name of ``rollouts.thinking_tags``; give one of the two."""
+
+    @property
+    def overrides(self) -> Mapping[str, Any]:
+        """The further keys."""
+        return dict(self.model_extra or {})
+
+
+class Env(Section):
+    """The gym: at least one of ``environments`` and ``nemo_gym``."""
+
+    environments: dict[str, EnvironmentSpec] = {}
     """Environments, each under the name that rows carry in ``agent_ref.name``."""
+    nemo_gym: NemoGym | None = None
+    """Servers of NeMo Gym; rows carry the names of its agents in ``agent_ref.name``."""
+    should_use_nemo_gym: bool | None = None
+    """NeMo RL's switch beside ``nemo_gym``: true, or nothing, since a block that is there is used."""
+    nemo_gym_extra: Annotated[tuple[str, ...], BeforeValidator(_as_tuple)] = ()
+    """The packages that ``gymloop gym install --extra`` was given, which tell one installation from another."""
+    nemo_gym_installation: str | None = None
+    """Folder of a virtual environment with NeMo Gym, relative to the recipe; null takes ``gymloop gym install``'s."""
 
 
 class Checkpointing(Section):
@@ -336,12 +509,14 @@ class Startup(Section):
 
 
 class Health(Section):
-    """How a process that died or hangs is noticed while the run goes on, seconds."""
+    """How a process that died or hangs is noticed while the run goes on, seconds, and what follows."""
 
     check_period_s: PositiveFloat = 2.0
     """Time between two looks at every worker and environment."""
     unresponsive_after_s: PositiveFloat = 60.0
     """A worker whose process lives but answers no heartbeat for this long is named and ends the run."""
+    max_server_restarts: NonNegativeInt = 3
+    """Times that one server of NeMo Gym's that the run started may die and be started again, over the run."""
     loop_lag_s: PositiveFloat = 5.0
     """An event loop that stands still for this long is reported with the stack of what blocks it."""
 
@@ -352,7 +527,11 @@ class Cluster(Section):
     gpus_per_node: NonNegativeInt = 0
     """0 trains on the CPU."""
     num_nodes: PositiveInt = 1
-    """More than one is not available yet."""
+    """Nodes with that many GPUs each."""
+    placement_timeout_s: PositiveFloat = 30.0
+    """How long GPUs or CPUs that others hold are waited for, seconds; what the cluster does not have is refused."""
+    worker_env: Annotated[tuple[str, ...], BeforeValidator(_as_tuple)] = ()
+    """Names of further environment variables that the workers are given: they see few, and no secrets."""
 
 
 class Recipe(Section):
@@ -360,6 +539,7 @@ class Recipe(Section):
 
     grpo: Grpo
     rollouts: Rollouts = Rollouts()
+    reward_penalties: RewardPenalties = RewardPenalties()
     loss_fn: Loss = Loss()
     sft_warmup: SftWarmup = SftWarmup()
     policy: Policy

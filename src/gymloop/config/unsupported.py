@@ -11,11 +11,12 @@ from collections.abc import Sequence
 _DYNAMIC = "dynamic sampling is not available yet"
 _ASYNC = "asynchronous training is not available yet; training is synchronous"
 _METRICS = "metrics go to metrics.jsonl and TensorBoard"
-_VLLM = "the vLLM backend is not available yet; use policy.generation.torch_cfg"
+_FP8 = "engine and trainer share one precision, float32 or bfloat16"
+_ONE_NODE = "an engine is split by vllm_cfg.tensor_parallel_size only"
+_SERVER_METRICS = "the generation server counts its own traffic, see /metrics"
+_TEMPLATE_KWARGS = "use policy.tokenizer.chat_template_kwargs"
 _ROWS = "give rows by data.train.data_path (JSONL of NeMo Gym rows) or data.train.environment"
-_GYM = "NeMo Gym's servers are not available yet; environments are given under env.environments"
 _VALIDATION_METRIC = "the run ends at grpo.max_num_steps or grpo.max_num_epochs"
-_PENALTY = "penalties are the environment's business: verify() gives the reward"
 
 NOT_YET: dict[str, str] = {
     # top level
@@ -24,7 +25,7 @@ NOT_YET: dict[str, str] = {
     "distillation": "distillation is not available yet",
     "dpo": "only GRPO is available",
     "on_policy_distillation": "distillation is not available yet",
-    "reward_penalties": _PENALTY,
+    "reward_penalties.thinking_tags": "the tags are rollouts.thinking_tags",
     "rm": "reward models are not available; rewards come from environments",
     "sft": "only a warm-up before GRPO is available; see sft_warmup",
     "teacher": "distillation is not available yet",
@@ -36,8 +37,9 @@ NOT_YET: dict[str, str] = {
     "grpo.batch_multiplier": _DYNAMIC,
     "grpo.calculate_advantages_on_gpu": "advantages are computed by the driver",
     "grpo.dynamic_sampling_max_gen_batches": _DYNAMIC,
-    "grpo.invalid_tool_call_advantage": _PENALTY,
-    "grpo.malformed_thinking_advantage": _PENALTY,
+    "grpo.invalid_tool_call_strategy": "grpo.invalid_tool_call_advantage says what an invalid tool call costs",
+    "grpo.penalize_invalid_tool_call": "set grpo.invalid_tool_call_advantage; null is off",
+    "grpo.penalize_malformed_thinking": "set grpo.malformed_thinking_advantage; null is off",
     "grpo.reward_scaling": "rewards are used as verify() gives them",
     "grpo.reward_shaping": "rewards are used as verify() gives them; grpo.overlong_filtering leaves out cut rollouts",
     "grpo.seq_logprob_error_threshold": "engine and trainer are compared on every step, see mismatch/*",
@@ -82,7 +84,6 @@ NOT_YET: dict[str, str] = {
     "policy.optimizer.kwargs.foreach": "the implementation of AdamW is chosen by device",
     "policy.optimizer.kwargs.fused": "the implementation of AdamW is chosen by device",
     "policy.optimizer.kwargs.amsgrad": "plain AdamW is the one supported",
-    "policy.refit_buffer_size_gb": "weights go as one snapshot",
     "policy.reward_model_cfg": "reward models are not available; rewards come from environments",
     "policy.router_replay": "mixture-of-experts routers are not replayed",
     "policy.scheduler": "use policy.lr_warmup_steps; the rate is constant after it",
@@ -93,19 +94,35 @@ NOT_YET: dict[str, str] = {
     "policy.tokenizer.use_processor": "images, video and audio are not available yet",
     "policy.tokenizer.audio": "images, video and audio are not available yet",
     "policy.tokenizer.video": "images, video and audio are not available yet",
-    "policy.generation.colocated.resources": "engine and policy share one machine",
     "policy.generation.dynamo_cfg": "the Dynamo backend is not available",
     "policy.generation.ignore_eos": "a turn ends at the model's end tokens",
     "policy.generation.mcore_generation_config": "the Megatron backend is not available",
-    "policy.generation.refit_buffer_size_gb": "weights go as one snapshot",
-    "policy.generation.refit_cfg": "weights go as one snapshot",
-    "policy.generation.refit_transport": "weights go as one snapshot",
+    "policy.generation.refit_buffer_size_gb": "use policy.refit_buffer_size_gb",
     "policy.generation.sglang_cfg": "the SGLang backend is not available",
     "policy.generation.sglang_server": "the SGLang backend is not available",
     "policy.generation.stop_strings": "use policy.generation.stop_token_ids",
     "policy.generation.trtllm_cfg": "the TensorRT-LLM backend is not available",
-    "policy.generation.vllm_cfg": f"{_VLLM}; parsers are policy.tokenizer.tool_parser and .reasoning_parser",
-    "policy.generation.vllm_kwargs": _VLLM,
+    "policy.generation.vllm_cfg.enable_expert_parallel": _ONE_NODE,
+    "policy.generation.vllm_cfg.enable_vllm_metrics_logger": _SERVER_METRICS,
+    "policy.generation.vllm_cfg.env_vars": "set them where gymloop starts and name them under cluster.worker_env",
+    "policy.generation.vllm_cfg.expert_parallel_size": _ONE_NODE,
+    "policy.generation.vllm_cfg.fp8_cfg": _FP8,
+    "policy.generation.vllm_cfg.is_mx": _FP8,
+    "policy.generation.vllm_cfg.kv_cache_scale_sync": _FP8,
+    "policy.generation.vllm_cfg.num_first_layers_in_bf16": _FP8,
+    "policy.generation.vllm_cfg.num_last_layers_in_bf16": _FP8,
+    "policy.generation.vllm_cfg.pipeline_parallel_size": _ONE_NODE,
+    "policy.generation.vllm_cfg.pow2_activation_scaling_factors": _FP8,
+    "policy.generation.vllm_cfg.pow2_weight_scaling_factors": _FP8,
+    "policy.generation.vllm_cfg.use_activation_pow2_scale": _FP8,
+    "policy.generation.vllm_cfg.use_deep_gemm": _FP8,
+    "policy.generation.vllm_cfg.use_weight_pow2_scale": _FP8,
+    "policy.generation.vllm_cfg.vllm_metrics_logger_interval": _SERVER_METRICS,
+    "policy.generation.vllm_cfg.http_server_serving_chat_kwargs.chat_template": "use policy.tokenizer.chat_template",
+    "policy.generation.vllm_cfg.http_server_serving_chat_kwargs.chat_template_content_format": "content is text",
+    "policy.generation.vllm_cfg.http_server_serving_chat_kwargs.chat_template_kwargs": _TEMPLATE_KWARGS,
+    "policy.generation.vllm_cfg.http_server_serving_chat_kwargs.default_chat_template_kwargs": _TEMPLATE_KWARGS,
+    "policy.generation.vllm_cfg.http_server_serving_chat_kwargs.response_role": "replies have the role 'assistant'",
     # data
     "data.agent_name": "every row names its environment in agent_ref.name",
     "data.dataset_name": _ROWS,
@@ -121,11 +138,16 @@ NOT_YET: dict[str, str] = {
     "data.val_data_path": "use data.validation.data_path",
     "data.validation_jsonl_fpath": "use data.validation.data_path",
     # env
-    "env.nemo_gym": _GYM,
     "env.should_log_nemo_gym_responses": "every conversation is written under trajectories/",
     "env.should_mask_flagged_samples": "a rollout that failed never trains",
-    "env.should_use_nemo_gym": _GYM,
-    "env.*": "environments are given under env.environments, by entrypoint or url",
+    "env.nemo_gym.effort_levels": "rewards are used as verify() gives them",
+    "env.nemo_gym.num_gpu_nodes": "no GPUs are set apart for servers; a judge model is one that runs already",
+    "env.nemo_gym.pad_dynamic_image_shapes": "images, video and audio are not available yet",
+    "env.nemo_gym.require_routed_experts": "mixture-of-experts routers are not replayed",
+    "env.nemo_gym.routed_experts_dtype": "mixture-of-experts routers are not replayed",
+    "env.nemo_gym.tokenizer_config": "the tokenizer is policy.tokenizer",
+    "env.nemo_gym.use_fastokens": "the tokenizer is policy.tokenizer",
+    "env.*": "environments are given under env.environments, by entrypoint or url, or by env.nemo_gym",
     # logger
     "logger.gpu_monitoring": "devices are not monitored",
     "logger.mlflow": _METRICS,

@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol, cast
 
 from gymloop.errors import DataError, InfraError, PolicyError
@@ -100,6 +100,29 @@ class ToolCalling:
             )
             conversation.where = where = f"{party}, verify"
             return await within(terms.call_timeout_s, where, session.verify(conversation.response()))
+
+
+class Limited:
+    """An agent that may call the model fewer times than the run allows, as its own configuration says.
+
+    Args:
+        agent: who plays.
+        max_turns: model calls at most.
+    """
+
+    def __init__(self, agent: Agent, max_turns: int) -> None:
+        self._agent = agent
+        self._max_turns = max_turns
+
+    @property
+    def name(self) -> str:
+        """As in ``agent_ref.name``."""
+        return self._agent.name
+
+    async def play(self, row: Row, model: ModelClient, conversation: Conversation, terms: Terms) -> Verdict:
+        """See ``Agent``."""
+        limited = replace(terms, max_turns=min(terms.max_turns, self._max_turns))
+        return await self._agent.play(row, model, conversation, limited)
 
 
 def agent_of(source: SessionSource | Agent) -> Agent:

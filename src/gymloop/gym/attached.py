@@ -15,7 +15,7 @@ from typing import Any, Literal
 import aiohttp
 
 from gymloop.errors import ConfigError, InfraError
-from gymloop.gym.agents import Agent
+from gymloop.gym.agents import Agent, Limited, agent_of
 from gymloop.gym.contract import SessionSource
 from gymloop.gym.gymnasium import Gymnasium
 from gymloop.gym.http import HttpServer
@@ -39,6 +39,7 @@ class AttachedEnvironment:
         environment: its name, as rows carry it in ``agent_ref.name``.
         url: of the server.
         kind: the agent that plays its rollouts.
+        max_steps: model calls of a rollout at most, beside the run's own limit; None sets none.
 
     Raises:
         ConfigError: ``url`` is not an HTTP address.
@@ -47,10 +48,13 @@ class AttachedEnvironment:
     tools = None
     """Not known before a row names them."""
 
-    def __init__(self, environment: str, url: str, kind: AgentKind = "tool_calling") -> None:
+    def __init__(
+        self, environment: str, url: str, kind: AgentKind = "tool_calling", *, max_steps: int | None = None
+    ) -> None:
         self.environment = environment
         self.url = url.rstrip("/")
         self._kind: AgentKind = kind
+        self._max_steps = max_steps
         HttpServer(url, call_timeout_s=GONE_AFTER_S)  # refuses what is no address
         self._source: HttpSource | None = None
 
@@ -125,13 +129,19 @@ class AttachedEnvironment:
         """
         if self._source is None:
             raise RuntimeError(f"{self.name}: its connections are not open")
+        agent = self._unlimited(self._source, model, sampling)
+        return agent if self._max_steps is None else Limited(agent_of(agent), self._max_steps)
+
+    def _unlimited(
+        self, source: HttpSource, model: ModelClient, sampling: Mapping[Profile, Mapping[str, Any]]
+    ) -> SessionSource | Agent:
         match self._kind:
             case "tool_calling":
-                return self._source
+                return source
             case "gymnasium":
-                return Gymnasium(self.environment, self._source.server)
+                return Gymnasium(self.environment, source.server)
             case "remote":
-                return RemoteAgent(self.environment, self._source.server, model.weight_version, sampling)
+                return RemoteAgent(self.environment, source.server, model.weight_version, sampling)
         raise ConfigError(f"{self.name}: there is no agent {self._kind!r}")
 
     async def _asked(self, seconds: float | None) -> str | None:

@@ -17,13 +17,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from gymloop.errors import InfraError
-from gymloop.gym.agent import OWN_FIELDS, Conversation, record_turn
 from gymloop.gym.agents import Terms, freeing, seeded
 from gymloop.gym.bundle import whole_response, without_tokens
 from gymloop.gym.contract import Row, Verdict
+from gymloop.gym.dialogue import Conversation, Dialogue
 from gymloop.gym.http import Cookies, HttpServer
-from gymloop.gym.items import chat_messages, chat_tools, output_item
-from gymloop.gym.model_client import ContextFull, ModelClient
+from gymloop.gym.model_client import ModelClient
 from gymloop.gym.verdict import read_number
 
 
@@ -66,38 +65,24 @@ class _Episode:
     async def play(
         self, observation: str | None, model: ModelClient, conversation: Conversation, terms: Terms
     ) -> Verdict:
-        params: Mapping[str, Any] = self._row["responses_create_params"]
-        messages = chat_messages(params["input"], params.get("instructions"))
-        tools = chat_tools(params.get("tools") or ())
-        limit = min(terms.max_tokens, params.get("max_output_tokens") or terms.max_tokens)
-        extra = {key: value for key, value in params.items() if key not in OWN_FIELDS and value is not None}
+        dialogue = Dialogue(
+            self._row,
+            model,
+            conversation,
+            max_tokens=terms.max_tokens,
+            profile=terms.profile,
+            rollout_id=terms.rollout_id,
+        )
         if observation:
-            messages.append({"role": "user", "content": observation})
+            dialogue.tell(observation)
         total = 0.0
-        for index in range(terms.max_turns):
-            conversation.where = f"model {model.url}"
-            previous = conversation.turns[-1] if conversation.turns else None
-            try:
-                reply = await model.chat(
-                    messages,
-                    tools,
-                    max_tokens=limit,
-                    previous=previous,
-                    profile=terms.profile,
-                    extra=extra,
-                    noise_key=None if terms.rollout_id is None else f"{terms.rollout_id}/{index}",
-                )
-            except ContextFull:
-                if previous is None:  # the row itself is too long
-                    raise
-                conversation.truncated = True
-                return Verdict(total)
+        for _ in range(terms.max_turns):
             before = len(conversation.output)
-            record_turn(conversation, reply, index)
-            messages.append(reply.message)
+            reply = await dialogue.turn()
+            if reply is None:
+                return Verdict(total)
             cut = reply.finish_reason == "length"
-            conversation.truncated |= cut
-            if cut and not reply.turn.sampled_ids:  # the context is full: the model said nothing that could be a step
+            if cut and reply.is_empty:  # the context is full: the model said nothing that could be a step
                 return Verdict(total)
             step, url = await self._step(conversation, conversation.output[before:], cut)
             total += read_number(step, "reward", url)
@@ -107,11 +92,9 @@ class _Episode:
                 return Verdict(total)
             for call_id, text in _tool_outputs(step, url):
                 conversation.tool_calls += 1
-                conversation.output.append(output_item(call_id, text))
-                messages.append({"role": "tool", "tool_call_id": call_id, "content": text})
+                dialogue.answer(call_id, text)
             if told := _observation(step, url):
-                conversation.output.append({"type": "message", "role": "user", "content": told})
-                messages.append({"role": "user", "content": told})
+                dialogue.observe(told)
         conversation.truncated = True
         return Verdict(total)
 

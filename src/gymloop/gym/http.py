@@ -25,10 +25,10 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
-import aiohttp
 import orjson
 
 from gymloop.errors import ConfigError, DataError, GymloopError, InfraError
+from gymloop.gym.connections import Answer, Connections, LostConnection, NoConnection, TooLarge
 from gymloop.gym.deadline import retry_after_s
 
 _WRONG_ADDRESS = {401, 403, 404, 405}
@@ -45,16 +45,18 @@ class Cookies:
 
     def __init__(self) -> None:
         self._values: dict[str, str] = {}
+        self._header = ""
 
     def take(self, set_cookie: str) -> None:
         """Remember one ``Set-Cookie`` header."""
         name, equals, value = set_cookie.partition(";")[0].partition("=")
         if equals:
             self._values[name.strip()] = value.strip()
+            self._header = "; ".join(f"{name}={value}" for name, value in self._values.items())
 
     def header(self) -> str:
         """The ``Cookie`` header; empty when nothing was set."""
-        return "; ".join(f"{name}={value}" for name, value in self._values.items())
+        return self._header
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,14 +185,11 @@ class HttpServer:
         self._refused_s = refused_s
         self._max_reply_bytes = max_reply_bytes
         self._max_connections = max_connections
-        self._http: aiohttp.ClientSession | None = None
+        self._connections: Connections | None = None
 
     async def __aenter__(self) -> HttpServer:
-        self._http = aiohttp.ClientSession(
-            # Idle connections are dropped before the server drops them, else a request can meet a closing one.
-            connector=aiohttp.TCPConnector(limit=self._max_connections, keepalive_timeout=2.0),
-            cookie_jar=aiohttp.DummyCookieJar(),  # each session has cookies of its own
-            timeout=aiohttp.ClientTimeout(total=self.call_timeout_s),
+        self._connections = Connections(
+            self.base_url, limit=self._max_connections, max_answer_bytes=self._max_reply_bytes
         )
         return self
 
@@ -199,11 +198,16 @@ class HttpServer:
     ) -> None:
         await self.close()
 
+    @property
+    def open_connections(self) -> int:
+        """Connections that are open now."""
+        return 0 if self._connections is None else self._connections.open
+
     async def close(self) -> None:
         """Close the connections; safe to call twice."""
-        if self._http is not None:
-            await self._http.close()
-            self._http = None
+        if self._connections is not None:
+            await self._connections.close()
+            self._connections = None
 
     async def post(
         self, route: str, body: Any, cookies: Cookies, *, opens: bool = False, timeout_s: float | None = None
@@ -220,7 +224,7 @@ class HttpServer:
         Raises:
             InfraError: there is no whole reply.
         """
-        if self._http is None:
+        if self._connections is None:
             raise RuntimeError("the server's client is not open; use it as 'async with ...'")
         url = self.base_url + route
         data = orjson.dumps(body)
@@ -228,9 +232,12 @@ class HttpServer:
         seconds = self.call_timeout_s if timeout_s is None else timeout_s
         while True:  # bounded: by ``seconds``, which every branch that goes on has compared with
             left = began + seconds - time.monotonic()
+            cookie = cookies.header()
             try:
-                reply, retry_after = await self._once(self._http, url, data, cookies, max(left, 0.001))
-            except aiohttp.ClientConnectorError as error:
+                answer = await self._connections.post(
+                    route, data, max(left, 0.001), (("cookie", cookie),) if cookie else ()
+                )
+            except NoConnection as error:
                 taken = time.monotonic() - began
                 if not opens or taken + _RECONNECT_S > min(self._refused_s, seconds):
                     waited = f" for {taken:.1f} s" if opens else ""
@@ -238,13 +245,14 @@ class HttpServer:
                 wait = _RECONNECT_S
             except TimeoutError as error:
                 raise InfraError(f"{url}: no reply within {seconds:g} s", cause="timeout") from error
-            except aiohttp.ClientError as error:
-                raise InfraError(
-                    f"{url}: lost the connection: {type(error).__name__}: {error}", cause="disconnect"
-                ) from error
+            except LostConnection as error:
+                raise InfraError(f"{url}: lost the connection: {error}", cause="disconnect") from error
+            except TooLarge as error:
+                raise InfraError(f"{url}: {error}", cause="bad_reply") from error
             else:
+                reply = _reply(url, answer, cookies)
                 not_taken_on = reply.status == 429 or (opens and reply.status == 503)
-                asked = retry_after_s(retry_after) if not_taken_on else None
+                asked = retry_after_s(answer.retry_after) if not_taken_on else None
                 if asked is None:
                     return reply
                 wait = asked
@@ -256,22 +264,8 @@ class HttpServer:
                     )
             await asyncio.sleep(wait)
 
-    async def _once(
-        self, http: aiohttp.ClientSession, url: str, data: bytes, cookies: Cookies, seconds: float
-    ) -> tuple[Reply, str | None]:
-        headers = {"content-type": "application/json"}
-        if cookie := cookies.header():
-            headers["cookie"] = cookie
-        timeout = aiohttp.ClientTimeout(total=seconds)
-        async with http.post(url, data=data, headers=headers, timeout=timeout, allow_redirects=False) as response:
-            chunks: list[bytes] = []
-            size = 0
-            async for chunk in response.content.iter_any():
-                size += len(chunk)
-                if size > self._max_reply_bytes:
-                    raise InfraError(f"{url}: the reply has over {self._max_reply_bytes} bytes", cause="bad_reply")
-                chunks.append(chunk)
-            for header in response.headers.getall("set-cookie", ()):
-                cookies.take(header)
-            kind = response.content_type if "content-type" in response.headers else ""
-            return Reply(url, response.status, kind, b"".join(chunks)), response.headers.get("retry-after")
+
+def _reply(url: str, answer: Answer, cookies: Cookies) -> Reply:
+    for header in answer.set_cookies:
+        cookies.take(header)
+    return Reply(url, answer.status, answer.content_type, answer.body)

@@ -13,6 +13,7 @@ body, a lost session. These end the attempt.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
 from types import TracebackType
 from typing import Any
 from urllib.parse import quote
@@ -27,6 +28,12 @@ _NOT_THE_TOOLS = {401, 403, 407, 408, 421, 425, 429}
 _NO_CLOSE = {404, 405, 422}
 _RESERVED = {"seed_session", "verify", "close_session", "aggregate_metrics", "reset", "step", "close", "run"}
 """Routes of the server's own; no tool goes by these names."""
+
+
+@cache
+def _route(tool: str) -> str:
+    """Of a tool; their names are few, those that rows offer."""
+    return f"/{quote(tool, safe='')}"
 
 
 class HttpSource:
@@ -95,13 +102,13 @@ class HttpSession:
         """Run a tool, once; see the module for what becomes a result."""
         if name in _RESERVED or not name:
             return f"Error: there is no tool '{name}'"
-        reply = await self._source.server.post(f"/{quote(name, safe='')}", arguments, self._cookies)
+        reply = await self._source.server.post(_route(name), arguments, self._cookies)
         good = 200 <= reply.status < 300
         told = 400 <= reply.status < 500 and reply.status not in _NOT_THE_TOOLS and not reply.lost_session
         if not (good or told) or reply.is_page:
             error = reply.error()
             raise error if isinstance(error, InfraError) else InfraError(str(error), cause="bad_reply")
-        if not reply.raw:
+        if not reply.raw and reply.status != 204:  # a status of its own says that there is no content
             raise InfraError(f"{reply.url}: {reply.status}, and an empty body", cause="bad_reply")
         return reply.text()
 

@@ -73,13 +73,16 @@ def _read(path: Path) -> tuple[list[tuple[int, dict[str, Any]]], list[tuple[int,
     return rows, problems
 
 
-def read_rows(path: Path, tools: Mapping[str, Collection[Mapping[str, Any]] | None]) -> list[Row]:
+def read_rows(
+    path: Path, tools: Mapping[str, Collection[Mapping[str, Any]] | None], agent: str | None = None
+) -> list[Row]:
     """Rows of a file, each checked against the environments of the run.
 
     Args:
         path: the file.
         tools: for each environment name its flat tools, or None where they are not known. A row that names no tools
             gets its environment's.
+        agent: environment of rows without ``agent_ref``; None refuses them.
 
     Raises:
         ConfigError: as ``read_jsonl``, or rows are not NeMo Gym rows for these environments, or two different rows
@@ -89,6 +92,8 @@ def read_rows(path: Path, tools: Mapping[str, Collection[Mapping[str, Any]] | No
     lines, problems = _read(path)
     seen: dict[Any, tuple[int, bytes]] = {}
     for number, row in lines:
+        if agent is not None:
+            row.setdefault("agent_ref", {"type": "responses_api_agents", "name": agent})
         problem = check_row(row, tools) or _repeated_id(number, row, seen)
         if problem is not None:
             problems.append((number, f": {problem}"))

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from gymloop.config.plan import RowSource
 from gymloop.config.schema import DataSource, Env, EnvironmentSpec
 from gymloop.errors import ConfigError
 from gymloop.gym.attached import AttachedEnvironment
@@ -95,7 +96,7 @@ def load_environment(entrypoint: str, where: str) -> type[Environment]:
     return found
 
 
-def load_source_rows(source: DataSource, sources: Mapping[str, Source], base_dir: Path) -> list[Row]:
+def load_source_rows(source: DataSource | RowSource, sources: Mapping[str, Source], base_dir: Path) -> list[Row]:
     """Rows of ``data.train`` or ``data.validation``, from the file or from the environment's generator.
 
     Raises:
@@ -104,7 +105,8 @@ def load_source_rows(source: DataSource, sources: Mapping[str, Source], base_dir
     if (source.data_path is None) == (source.environment is None):
         raise ConfigError("data: a source needs exactly one of data_path and environment")
     if source.data_path is not None:
-        return read_rows(base_dir / source.data_path, {name: known.tools for name, known in sources.items()})
+        agent = source.agent if isinstance(source, RowSource) else None
+        return read_rows(base_dir / source.data_path, {name: known.tools for name, known in sources.items()}, agent)
     name = source.environment or ""
     if name not in sources:
         raise ConfigError(f"data: '{name}' is not under env.environments{nearest(name, sources)}")

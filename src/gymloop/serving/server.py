@@ -15,17 +15,17 @@ import asyncio
 import http.client
 import logging
 import socket
-import sys
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import uvicorn
 
+from gymloop.descriptors import allow_descriptors
 from gymloop.errors import InfraError
 from gymloop.generation.engine import Engine
+from gymloop.loops import fast_loop
 from gymloop.observe.watchdog import LoopWatchdog
 from gymloop.serving.app import App
 from gymloop.serving.guard import SamplingProfiles
@@ -126,6 +126,7 @@ class GenerationServer:
         Raises:
             InfraError: it did not answer within 15 s, or the server's thread ended; the message says why.
         """
+        allow_descriptors()  # each client has a connection
         self._thread.start()
         deadline = time.monotonic() + START_LIMIT_S
         last = "no answer"
@@ -176,7 +177,7 @@ class GenerationServer:
 
     def _serve(self) -> None:
         try:
-            with asyncio.Runner(loop_factory=_fast_loop()) as runner:
+            with asyncio.Runner(loop_factory=fast_loop()) as runner:
                 runner.run(self._run())
         except (Exception, SystemExit) as error:  # a thread has no caller; start() reports it
             self._crash = error
@@ -193,14 +194,3 @@ class GenerationServer:
             return connection.getresponse().status
         finally:
             connection.close()
-
-
-def _fast_loop() -> Callable[[], asyncio.AbstractEventLoop] | None:
-    """uvloop's loop, where there is one for this platform; None is asyncio's own."""
-    if sys.platform == "win32":
-        return None
-    try:
-        import uvloop
-    except ImportError:
-        return None
-    return uvloop.new_event_loop

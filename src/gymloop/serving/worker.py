@@ -10,20 +10,23 @@ import json
 import logging
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from gymloop.errors import ConfigError, InfraError
-from gymloop.serving.guard import SamplingProfiles
+from gymloop.generation.vllm.support import installed_version as require_vllm
+from gymloop.serving.engine_spec import EngineSpec
 from gymloop.serving.server import GenerationServer
 from gymloop.startup.sockets import hold_socket
 
 if TYPE_CHECKING:
-    from gymloop.generation.torch_engine import TorchEngine
+    from gymloop.serving.engines import ServedEngine
     from gymloop.serving.traffic import Traffic
     from gymloop.tokens.renderer import Renderer
     from gymloop.tokens.reply import ReplyReader
+    from gymloop.weights.offer import Offer
+    from gymloop.weights.place import Place
+    from gymloop.weights.receiver import WeightReceiver
     from gymloop.weights.snapshot import WeightSnapshot
 
 log = logging.getLogger(__name__)
@@ -36,50 +39,6 @@ NO_TEMPLATE = (
 """Stands in for the template of a model that has none: every conversation is refused with this sentence."""
 
 
-@dataclass(frozen=True, slots=True)
-class EngineSpec:
-    """Everything an engine replica needs to know, in plain values.
-
-    Attributes:
-        model_name: the name clients send.
-        profiles: what sampling the server accepts; None accepts any.
-        port_range: first and last port its socket may take.
-        max_model_len: prompt and sample together, tokens; None takes the model's own.
-        max_batch_size: requests decoded together; None takes as many as the free memory holds, at most 64.
-        precision: ``auto``, ``float32`` or ``bfloat16``; auto as the policy settles it.
-        device: as torch names it; ``auto`` is a GPU where torch sees one.
-        threads: torch threads.
-        tool_parser, tool_parser_plugin, reasoning_parser, reasoning_parser_plugin: see ``tokens.reply``.
-        deterministic: see ``TorchEngine``.
-        template_required: False serves a model without a chat template, for completions only.
-        api_key: what clients must send as ``Authorization: Bearer``; None asks for nothing.
-        loop_lag_s: see ``GenerationServer``.
-    """
-
-    model_name: str
-    profiles: SamplingProfiles | None
-    port_range: tuple[int, int]
-    max_model_len: int | None
-    max_batch_size: int | None
-    request_timeout_s: float
-    precision: Literal["auto", "float32", "bfloat16"] = "auto"
-    device: str = "cpu"
-    seed: int = 0
-    threads: int | None = None
-    host: str = "127.0.0.1"
-    stop_token_ids: tuple[int, ...] | None = None
-    chat_template: str | None = None
-    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    tool_parser: str = "hermes"
-    tool_parser_plugin: str | None = None
-    reasoning_parser: str | None = None
-    reasoning_parser_plugin: str | None = None
-    deterministic: bool = False
-    template_required: bool = True
-    api_key: str | None = field(default=None, repr=False)
-    loop_lag_s: float = 5.0
-
-
 class EngineWorker:
     """Binds its socket and serves on it at once; answers 503, saying what is being loaded, until ``load`` is done."""
 
@@ -87,12 +46,15 @@ class EngineWorker:
         self._spec = spec
         self._lock = threading.Lock()
         self._rendering = threading.Lock()  # calls come in threads of their own, and a renderer serves one at a time
-        self._engine: TorchEngine | None = None
+        self._engine: ServedEngine | None = None
         self._renderer: Renderer | None = None
+        self._receiver: WeightReceiver | None = None
         self._closed = False
         self._progress = ("the model's folder", 0, 0)
         self._end_token_ids: tuple[int, ...] = ()
         self._warned: set[str] = set()
+        if spec.vllm is not None:
+            require_vllm()  # said before anything is loaded
         socket = hold_socket(*spec.port_range, host=spec.host)
         self._server = GenerationServer(
             socket,
@@ -144,47 +106,26 @@ class EngineWorker:
     def _load(self, folder: Path, tokenizer_folder: Path) -> dict[str, Any]:
         spec = self._spec
         self._at("torch and transformers")
-        import torch
+        from gymloop.serving.engines import load_engine, settled_device
+        from gymloop.weights.receiver import WeightReceiver
 
-        from gymloop.compat import settle_precision
-        from gymloop.generation.torch_engine import TorchEngine
-
-        if spec.threads is not None:
-            torch.set_num_threads(spec.threads)
         self._at("the tokenizer")
         chats = spec.template_required or spec.chat_template is not None or has_chat_template(tokenizer_folder)
         renderer, warnings = self._renderer_of(tokenizer_folder, chats)
-        device = spec.device
-        if device == "auto":
-            device = "cuda" if torch.cuda.is_available() else "cpu"
-        precision = settle_precision(spec.precision, device)
-        max_model_len, rows = self._size(folder, precision, device)
+        device = settled_device(spec.device)
         self._at("the weights")
-        engine = TorchEngine(
-            folder,
-            dtype=precision,
-            device=device,
-            max_batch_size=rows,
-            max_model_len=max_model_len,
-            seed=spec.seed,
-            deterministic=spec.deterministic,
-            on_loading=self._at_weights,
-        )
+        engine, facts = load_engine(spec, folder, device, self._at)
         with self._lock:
             if self._closed:
                 engine.close()
                 raise InfraError("the engine was closed while its model loaded")
-            self._engine, self._renderer = engine, renderer
-        self._server.ready(engine, renderer)
+            self._engine, self._renderer, self._receiver = engine, renderer, WeightReceiver(device)
+        if spec.vllm is not None and spec.vllm.waits_for_weights:
+            self._server.waiting_for("the first weight sync: the engine began with random weights")
+        else:
+            self._server.ready(engine, renderer)
         self._progress = ("ready", 0, 0)
-        return {
-            "precision": precision,
-            "device": device,
-            "max_model_len": max_model_len,
-            "max_batch_size": rows,
-            "chat": chats,
-            "warnings": warnings,
-        }
+        return {**facts, "chat": chats, "warnings": warnings}
 
     def _renderer_of(self, folder: Path, chats: bool) -> tuple[Renderer, tuple[str, ...]]:
         """The renderer with its reader of replies, probed; and the probe's warnings."""
@@ -194,7 +135,7 @@ class EngineWorker:
 
         spec = self._spec
         reader: ReplyReader = reply_reader(
-            spec.tool_parser, spec.tool_parser_plugin, spec.reasoning_parser, spec.reasoning_parser_plugin
+            spec.tool_parser, spec.tool_parser_plugin, spec.reasoning_parser, spec.reasoning_parser_plugin, folder
         )
         renderer = Renderer.load(
             folder,
@@ -246,29 +187,10 @@ class EngineWorker:
         with self._rendering:
             return self._probed(self._renderer, tools)
 
-    def _size(self, folder: Path, precision: str, device: str) -> tuple[int, int]:
-        """Context length and rows of the engine: as given, else what model and memory allow."""
-        from gymloop.generation import capacity
-        from gymloop.models.load import tensor_bytes
-
-        spec = self._spec
-        if spec.max_model_len is not None and spec.max_batch_size is not None:
-            return spec.max_model_len, spec.max_batch_size
-        config = capacity.text_config(folder)
-        max_model_len = spec.max_model_len or capacity.context_length(config)
-        row = capacity.row_bytes(config, precision, max_model_len)
-        weights = sum(tensor_bytes(folder).values())
-        rows = spec.max_batch_size or capacity.rows_that_fit(row, weights, capacity.free_bytes(device))
-        return max_model_len, rows
-
-    def _at(self, what: str) -> None:
-        self._progress = (what, 0, 0)
-        self._server.waiting_for(what)
-
-    def _at_weights(self, done: int, total: int) -> None:
-        self._progress = ("the weights", done, total)
-        percent = 100 * done // max(total, 1)
-        self._server.waiting_for(f"the weights, {percent}% of {total / 1e6:.0f} MB")
+    def _at(self, what: str, done: int = 0, total: int = 0) -> None:
+        self._progress = (what, done, total)
+        share = f", {100 * done // total}% of {total / 1e6:.0f} MB" if total else ""
+        self._server.waiting_for(f"{what}{share}")
 
     def fail(self, reason: str) -> None:
         """Loading cannot even begin: answer every request with 503 and this reason, for good."""
@@ -289,19 +211,53 @@ class EngineWorker:
         """The server's counters since it started."""
         return self._server.traffic()
 
-    def load_weights(self, snapshot: WeightSnapshot, version: int) -> None:
+    def sync_state(self) -> tuple[Place, int | None]:
+        """Where the engine takes weights, and the version of those it took last; None before the first."""
+        from gymloop.weights.place import here
+
+        receiver = self._receiving()
+        return here(receiver.device), receiver.version
+
+    def load_weights(self, offer: Offer | WeightSnapshot, version: int, rank: int = 1) -> None:
         """Replace the engine's weights between two tokens; requests in flight go on with the new ones.
 
+        Args:
+            offer: of the policy, or the weights themselves.
+            version: their number.
+            rank: of this engine among those that take the offer, from 1.
+
         Raises:
-            ConfigError: the snapshot does not fit the model; nothing was changed.
-            InfraError: the step in progress did not end in time.
+            ConfigError: the weights do not fit the model; nothing was changed.
+            InfraError: the step in progress did not end in time, the version is not the next, or the weights did not
+                arrive whole; where some of them have been replaced, every request is refused until a later sync.
         """
-        engine = self._loaded()
+        engine, receiver = self._loaded(), self._receiving()
         engine.pause(PAUSE_TIMEOUT_S)
         try:
-            engine.load_weights(snapshot, version)
+            with receiver.opened(offer, version, rank) as source:
+                engine.load_weights(source, version)
+            self._serve_first_weights()
         finally:
             engine.resume()
+
+    def _serve_first_weights(self) -> None:
+        """An engine that began with random weights is served from its first sync on."""
+        with self._lock:
+            engine, renderer = self._engine, self._renderer
+        if engine is not None and renderer is not None and self._spec.vllm is not None:
+            self._server.ready(engine, renderer)
+
+    def sleep(self, level: int) -> None:
+        """Leave the device's memory to whoever shares it, until ``wake_up``; nothing is sampled meanwhile.
+
+        Args:
+            level: 1 keeps the weights on the host, 2 forgets them.
+        """
+        self._loaded().sleep(level)
+
+    def wake_up(self, tags: Sequence[str]) -> None:
+        """Take memory back: for ``weights``, and, before anything is sampled, for ``kv_cache``."""
+        self._loaded().wake(tags)
 
     def weight_version(self) -> int:
         """Version of the weights the next token is sampled with."""
@@ -339,11 +295,20 @@ class EngineWorker:
         with self._lock:
             self._closed = True
             engine, self._engine = self._engine, None
+            receiver, self._receiver = self._receiver, None
         self._server.close()
+        if receiver is not None:
+            receiver.close()
         if engine is not None:
             engine.close()
 
-    def _loaded(self) -> TorchEngine:
+    def _receiving(self) -> WeightReceiver:
+        with self._lock:
+            if self._receiver is None:
+                raise InfraError("the engine has not loaded its model yet")
+            return self._receiver
+
+    def _loaded(self) -> ServedEngine:
         with self._lock:
             if self._engine is None:
                 raise InfraError("the engine has not loaded its model yet")

@@ -14,7 +14,7 @@ from typing import Literal, TypeVar
 
 from gymloop.config.nearest import did_you_mean
 from gymloop.errors import ConfigError
-from gymloop.tokens.parsers import REASONING_PARSERS, TOOL_PARSERS, ReasoningParser, Split, ToolParser, Tools
+from gymloop.tokens.parsers import REASONING_PARSERS, TOOL_PARSERS, ReasoningParser, Split, ToolParser, Tools, vllm
 from gymloop.tokens.parsers.gate import Gate
 from gymloop.tokens.parsers.plugin import plugin_parsers
 from gymloop.tokens.tool_calls import Envelope, ToolCall
@@ -160,6 +160,7 @@ def reply_reader(
     tool_parser_plugin: str | Path | None = None,
     reasoning_parser: str | None = None,
     reasoning_parser_plugin: str | Path | None = None,
+    tokenizer_folder: Path | None = None,
 ) -> ReplyReader:
     """The reader that the keys of ``policy.tokenizer`` name.
 
@@ -168,6 +169,7 @@ def reply_reader(
         tool_parser_plugin: Python file, see ``parsers.plugin``.
         reasoning_parser: as ``tool_parser``; None leaves reasoning in the content.
         reasoning_parser_plugin: as ``tool_parser_plugin``.
+        tokenizer_folder: the model's; where it is given and vLLM is installed, its parsers can be used too.
 
     Raises:
         ConfigError: a name is unknown, or a plug-in cannot be used.
@@ -179,6 +181,7 @@ def reply_reader(
         tool_parser_plugin,
         "TOOL_PARSERS",
         ToolParser,  # type: ignore[type-abstract]
+        tokenizer_folder,
     )
     if reasoning_parser is None:
         return ReplyReader(tools)
@@ -189,17 +192,29 @@ def reply_reader(
         reasoning_parser_plugin,
         "REASONING_PARSERS",
         ReasoningParser,  # type: ignore[type-abstract]
+        tokenizer_folder,
     )
     return ReplyReader(tools, reasoning)
 
 
 def _chosen(
-    key: str, name: str, built_in: Mapping[str, Parser], plugin: str | Path | None, table: str, kind: type[Parser]
+    key: str,
+    name: str,
+    built_in: Mapping[str, Parser],
+    plugin: str | Path | None,
+    table: vllm.Table,
+    kind: type[Parser],
+    folder: Path | None,
 ) -> Parser:
-    """The parser of that name, among the built-in ones and those in the plug-in's ``table``."""
+    """The parser of that name: built in, in the plug-in's ``table``, or vLLM's, where the plug-in may have put it."""
     parsers = dict(built_in)
     if plugin is not None:
-        parsers |= plugin_parsers(plugin, table, kind, built_in, f"{key}_plugin")
+        parsers |= plugin_parsers(plugin, table, kind, built_in, f"{key}_plugin", lambda: vllm.registered(table))
+    ours = name in parsers and name not in vllm.registered(table)
+    if not ours and folder is not None and vllm.is_installed():
+        found = vllm.vllm_parser(table, name, vllm.folder_tokenizer(folder), key)
+        if isinstance(found, kind):
+            return found
     if name not in parsers:
         known = ", ".join(parsers)
         raise ConfigError(f"{key} is {name!r}; expected one of {known}{did_you_mean(name, parsers)}")

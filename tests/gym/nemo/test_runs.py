@@ -106,6 +106,7 @@ def head_server(config):
         server.shutdown()
 
 
+@pytest.mark.slow
 def test_a_run_plays_on_the_servers_of_a_running_nemo_gym_and_leaves_them_alone(lab):
     recipe = lab.hosted("attached")
     with serving() as server:
@@ -142,6 +143,7 @@ def test_a_run_starts_the_servers_of_its_recipe_trains_on_them_and_ends_them(lab
     assert "startup/gym.calculator_s" in lab.metrics(recipe)[0]
 
 
+@pytest.mark.slow
 def test_an_agent_of_its_own_gets_the_address_of_the_runs_model_and_plays_beside_the_others(lab):
     recipe = lab.hosted("own", count=1)
     folder = lab.folder / "responses_api_agents" / "calling_agent"
@@ -188,6 +190,7 @@ def test_a_server_that_is_killed_is_named_within_10_s_and_started_again_and_the_
     assert gone(lab.installation, 5)
 
 
+@pytest.mark.slow
 def test_f15_8_beyond_its_budget_a_server_that_dies_ends_the_run_by_name(lab):
     recipe = lab.hosted("budget")
     running = lab.start(recipe, LONG, "health.max_server_restarts=1")
@@ -206,6 +209,7 @@ def test_f15_8_beyond_its_budget_a_server_that_dies_ends_the_run_by_name(lab):
     assert gone(lab.installation, 5)
 
 
+@pytest.mark.slow
 def test_without_restarts_the_first_death_ends_the_run(lab):
     recipe = lab.hosted("none")
     running = lab.start(recipe, LONG, "health.max_server_restarts=0")
@@ -216,6 +220,7 @@ def test_without_restarts_the_first_death_ends_the_run(lab):
     assert re.search(r"^failed in step \d+.*: NeMo Gym server calculator ended, killed by SIGKILL", done.output, re.M)
 
 
+@pytest.mark.slow
 def test_a_server_that_dies_at_once_each_time_ends_the_run_fast(lab):
     flag = lab.folder / "no-words"
     recipe = lab.hosted("loop", dies_if=str(flag))

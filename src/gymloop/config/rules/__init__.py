@@ -10,12 +10,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from gymloop.config.rules import availability, environments, files, learning, limits, saving
+from gymloop.config.rules import environments, files, learning, limits, placement, saving, vllm
 from gymloop.config.rules.violation import Rule, Violation
 from gymloop.config.schema import Recipe
 
 RULES: tuple[Rule, ...] = (
-    *availability.RULES,
+    *placement.RULES,
+    *vllm.RULES,
     *learning.RULES,
     *limits.RULES,
     *saving.RULES,

@@ -89,4 +89,48 @@ def _loss(recipe: Recipe, _folder: Path) -> Iterator[Violation]:
         )
 
 
-RULES: tuple[Rule, ...] = (_sampling, _batches, _groups, _loss)
+def _penalties(recipe: Recipe, _folder: Path) -> Iterator[Violation]:
+    """A penalty without a pattern never applies; patterns in two places may differ."""
+    gym = recipe.env.nemo_gym
+    for advantage, name in (
+        ("invalid_tool_call_advantage", "invalid_tool_call_patterns"),
+        ("malformed_thinking_advantage", "thinking_tags"),
+    ):
+        own, theirs = getattr(recipe.rollouts, name), getattr(gym, name, None)
+        if own is not None and theirs is not None:
+            yield Violation(
+                (f"rollouts.{name}", f"env.nemo_gym.{name}"),
+                f"is given here and as env.nemo_gym.{name}, NeMo RL's key for the same; expected one of them",
+            )
+        if getattr(recipe.grpo, advantage) is not None and () in (own, theirs):
+            key = f"rollouts.{name}" if own == () else f"env.nemo_gym.{name}"
+            yield Violation(
+                (f"grpo.{advantage}", key),
+                f"never applies, since {key} is empty and flags no turn; expected null here, or null or patterns there",
+            )
+
+
+def _reward_penalties(recipe: Recipe, _folder: Path) -> Iterator[Violation]:
+    """A penalty without what it looks for never applies."""
+    penalties = recipe.reward_penalties
+    ids = penalties.token_ids
+    if penalties.penalize_unwanted_tokens and (ids is None or not ids.unwanted):
+        yield Violation(
+            ("reward_penalties.penalize_unwanted_tokens", "reward_penalties.token_ids.unwanted"),
+            "does not know which; expected their ids in reward_penalties.token_ids.unwanted",
+        )
+    if ids is not None and (ids.think_open is None) != (ids.think_close is None):
+        yield Violation(
+            ("reward_penalties.token_ids", "reward_penalties.token_ids.think_open"),
+            "has one of think_open and think_close; thinking is judged by both, so expected both or neither",
+        )
+    gym = recipe.env.nemo_gym
+    no_tags = () in (recipe.rollouts.thinking_tags, None if gym is None else gym.thinking_tags)
+    if penalties.penalize_malformed_think_tag and no_tags and (ids is None or ids.think_open is None):
+        yield Violation(
+            ("reward_penalties.penalize_malformed_think_tag", "rollouts.thinking_tags"),
+            "never applies, since the thinking tags are an empty list and reward_penalties.token_ids names no token",
+        )
+
+
+RULES: tuple[Rule, ...] = (_sampling, _batches, _groups, _loss, _penalties, _reward_penalties)

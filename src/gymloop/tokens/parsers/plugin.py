@@ -14,6 +14,8 @@ The file defines a dict ``TOOL_PARSERS`` (name to ``ToolParser``), a dict ``REAS
                 yield Envelope(found.start(), found.end(), (tool_call(found[1], {}),))
 
     TOOL_PARSERS = {"bang": Bang}
+
+Where vLLM is installed the file may register parsers with vLLM instead (``ToolParserManager.register_module``).
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from __future__ import annotations
 import importlib.util
 import sys
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import TypeVar
 
@@ -31,7 +33,12 @@ Kind = TypeVar("Kind")
 
 
 def plugin_parsers(
-    path: str | Path, table: str, kind: type[Kind], taken: Mapping[str, Kind], key: str
+    path: str | Path,
+    table: str,
+    kind: type[Kind],
+    taken: Mapping[str, Kind],
+    key: str,
+    registered: Callable[[], Collection[str]] = tuple,
 ) -> dict[str, Kind]:
     """Run a plug-in and return the parsers in one of its tables.
 
@@ -41,11 +48,14 @@ def plugin_parsers(
         kind: what the values of the table must be.
         taken: built-in parsers, whose names a plug-in may not use.
         key: the recipe's key, for messages.
+        registered: names that the plug-in has put into vLLM's registry; with some, it needs no table.
 
     Raises:
         ConfigError: the file is missing, fails, or has no such table of such parsers; with file and line.
     """
-    found = _run(Path(path), key).get(table)
+    found = run_plugin(path, key).get(table)
+    if found is None and registered():
+        return {}
     if not isinstance(found, dict) or not found:
         raise ConfigError(f"{key}: {path} defines no {table}; expected a dict of names and {kind.__name__} objects")
     return {
@@ -53,7 +63,13 @@ def plugin_parsers(
     }
 
 
-def _run(path: Path, key: str) -> dict[str, object]:
+def run_plugin(path: str | Path, key: str) -> dict[str, object]:
+    """Run a plug-in; its names.
+
+    Raises:
+        ConfigError: it is missing or fails.
+    """
+    path = Path(path)
     if not path.is_file():
         raise ConfigError(f"{key}: the file {path} does not exist")
     name = f"gymloop_plugin_{path.stem}"

@@ -1,0 +1,74 @@
+"""Where compiled graphs are kept between runs: one folder for whatever would compile alike.
+
+Its name follows from the model's shape, the engine's arguments, the versions and the device, so that a second start
+with the same finds what the first left, and one with others can find nothing wrong.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Literal
+
+from gymloop.models.store import cache_root
+
+_DONE = "started"
+_MATTERS_NOT = frozenset({"model", "seed", "load_format", "worker_extension_cls", "disable_log_stats"})
+"""Arguments that change nothing of what is compiled."""
+
+
+@dataclass(frozen=True, slots=True)
+class CompileCache:
+    """One folder.
+
+    Attributes:
+        folder: given to vLLM as its cache root.
+        found: ``hit`` where a start with the same key came to its end before, ``miss`` where none did, ``off`` where
+            nothing is compiled.
+    """
+
+    folder: Path
+    found: Literal["hit", "miss", "off"]
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Variables that lead vLLM to it."""
+        return {"VLLM_CACHE_ROOT": str(self.folder)}
+
+    def mark(self) -> None:
+        """The start came to its end: the next one will find all it needs."""
+        if self.found == "miss":
+            self.folder.mkdir(parents=True, exist_ok=True)
+            (self.folder / _DONE).touch()
+
+
+def compile_cache(folder: Path, arguments: Mapping[str, Any], version: str, device: str) -> CompileCache:
+    """The cache of one engine.
+
+    Args:
+        folder: of the model.
+        arguments: of vLLM's engine.
+        version: vLLM's.
+        device: as torch names it.
+    """
+    config = (folder / "config.json").read_bytes()
+    kept = {name: value for name, value in sorted(arguments.items()) if name not in _MATTERS_NOT}
+    parts = (hashlib.sha256(config).hexdigest(), json.dumps(kept, default=str), version, *_machine(device))
+    root = cache_root() / "vllm" / hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
+    if arguments.get("enforce_eager"):
+        return CompileCache(root, "off")
+    return CompileCache(root, "hit" if (root / _DONE).is_file() else "miss")
+
+
+def _machine(device: str) -> tuple[str, ...]:
+    versions = (metadata.version("torch"), platform.python_version(), platform.machine())
+    if not device.startswith("cuda"):
+        return (*versions, "cpu")
+    import torch
+
+    return (*versions, torch.cuda.get_device_name(0), str(torch.version.cuda))

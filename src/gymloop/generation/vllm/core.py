@@ -1,0 +1,184 @@
+"""vLLM's engine core: child processes that die with this one, whose death is known at once and by its cause.
+
+A watch on each child's sentinel sets ``died`` the moment one ends, so that a wait for a reply that can no longer come
+ends with it. What the children log as an error is kept in memory: a failed start then has its real cause, which vLLM
+itself only prints.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import multiprocessing
+import os
+import re
+import signal
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from multiprocessing import resource_tracker
+from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+from gymloop.generation.vllm.shared_bytes import SharedBytes
+from gymloop.lifeline import Reaper
+
+ENVIRONMENT = {
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # a fork of a process with threads may hang
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # engine and policy take turns on the same cores
+    "SPT_NOENV": "1",  # the title that vLLM gives its processes would overwrite the mark in their environment
+}
+"""What vLLM reads from the environment when it is imported, and its children when they start."""
+LOGGING = "VLLM_LOGGING_CONFIG_PATH"
+_ERROR_LINE = re.compile(r"(?:\([^)]*\)\s*)?((?:[\w.]*\.)?[A-Z]\w*(?:Error|Exception|Exit): .+)")
+
+
+class EngineCore:
+    """The children that vLLM starts within ``starting``."""
+
+    def __init__(self) -> None:
+        self._reaper = Reaper()
+        self._errors = SharedBytes("gymloop-vllm-errors")
+        self._processes: list[BaseProcess] = []
+        self._before: frozenset[int | None] = frozenset()
+        self._closing = threading.Event()
+        self._watch: threading.Thread | None = None
+        self.death: str | None = None
+
+    @contextmanager
+    def starting(self, environment: Mapping[str, str]) -> Iterator[None]:
+        """What is started within the block is a child of the engine. One engine of a process starts at a time.
+
+        Args:
+            environment: further variables for what is started.
+        """
+        resource_tracker.ensure_running()  # it serves all of this process and must outlive this engine
+        self._before = frozenset(process.pid for process in multiprocessing.active_children())
+        with tempfile.TemporaryDirectory(prefix="gymloop-vllm-") as folder:
+            config = Path(folder) / "logging.json"
+            config.write_text(json.dumps(_logging(self._errors.path)), encoding="utf-8")
+            with self._reaper.marking(), _environment({**ENVIRONMENT, **environment, LOGGING: str(config)}):
+                yield
+        self._processes = self._children()
+
+    def _children(self) -> list[BaseProcess]:
+        return [process for process in multiprocessing.active_children() if process.pid not in self._before]
+
+    def resident_bytes(self) -> int:
+        """Memory that vLLM's processes hold, shared pages counted in each."""
+        found = [process.pid for process in self._children() if process.pid is not None]
+        for pid in found:
+            found.extend(_children_of(pid))
+        return sum(_resident_bytes(pid) for pid in found)
+
+    def watch(self, on_death: Callable[[str], None]) -> None:
+        """Call ``on_death`` once, with what happened, when a child ends before ``close``; in a thread of its own."""
+        self._watch = threading.Thread(target=self._wait, args=(on_death,), name="vllm-watch", daemon=True)
+        self._watch.start()
+
+    @property
+    def pids(self) -> list[int]:
+        """Of the children."""
+        return [process.pid for process in self._processes if process.pid is not None]
+
+    def cause(self) -> str | None:
+        """The last error that a child logged: the last line of its traceback."""
+        lines = [match[1] for line in self._errors.read_text().splitlines() if (match := _ERROR_LINE.match(line))]
+        told = [line for line in lines if "EngineDeadError" not in line and "See root cause" not in line]
+        return told[-1] if told else None
+
+    def close(self) -> None:
+        """Kill what is left of the children. Safe to call twice."""
+        self._closing.set()
+        self._reaper.close()
+        for process in self._processes:
+            process.join(timeout=5.0)
+        if self._watch is not None:
+            self._watch.join(timeout=5.0)
+        _forget_handler(self._errors.path)
+        self._errors.close()
+
+    def _wait(self, on_death: Callable[[str], None]) -> None:
+        sentinels = {process.sentinel: process for process in self._processes}
+        while not self._closing.is_set():
+            for sentinel in wait(list(sentinels), timeout=0.5):
+                if self._closing.is_set():
+                    return
+                process = sentinels[sentinel]  # type: ignore[index]
+                cause = self.cause()
+                self.death = f"vLLM's process {process.name} (pid {process.pid}) {_ending(_exit_code(process))}" + (
+                    f": {cause}" if cause else ""
+                )
+                on_death(self.death)
+                return
+
+
+def _children_of(pid: int) -> list[int]:
+    try:
+        found = [path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/children")]
+    except OSError:  # it has ended
+        return []
+    return [int(child) for text in found for child in text.split()]
+
+
+def _resident_bytes(pid: int) -> int:
+    try:
+        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, IndexError):  # it has ended
+        return 0
+
+
+def _exit_code(process: BaseProcess) -> int | None:
+    """Of a process that has ended. vLLM waits for it too: whichever thread comes second has the code a moment later."""
+    until = time.monotonic() + 1.0
+    while (code := process.exitcode) is None and time.monotonic() < until:
+        time.sleep(0.01)
+    return code
+
+
+def _ending(code: int | None) -> str:
+    if code is not None and code < 0:
+        return f"was killed by {signal.Signals(-code).name}"
+    return f"ended with status {code}"
+
+
+def _logging(errors: str) -> dict[str, object]:
+    """vLLM's own lines on standard error from WARNING up, and errors in ``errors`` as well."""
+    return {
+        "version": 1,
+        "disable_existing_loggers": False,
+        "formatters": {"plain": {"format": "%(levelname)s [%(name)s] %(message)s"}, "bare": {"format": "%(message)s"}},
+        "handlers": {
+            "console": {"class": "logging.StreamHandler", "formatter": "plain", "level": "WARNING"},
+            "errors": {
+                "class": "logging.FileHandler", "filename": errors, "formatter": "bare", "level": "ERROR",
+                "delay": True,
+            },
+        },
+        "loggers": {"vllm": {"handlers": ["console", "errors"], "level": "INFO", "propagate": False}},
+    }  # fmt: skip
+
+
+def _forget_handler(path: str) -> None:
+    """vLLM's logger in this process writes there too, and the path may soon be another file's."""
+    logger = logging.getLogger("vllm")
+    for handler in list(logger.handlers):
+        if isinstance(handler, logging.FileHandler) and handler.baseFilename == path:
+            logger.removeHandler(handler)
+            handler.close()
+
+
+@contextmanager
+def _environment(values: dict[str, str]) -> Iterator[None]:
+    """Variables that are set within the block, but for those that the user has set."""
+    new = {name: value for name, value in values.items() if name not in os.environ}
+    os.environ.update(new)
+    try:
+        yield
+    finally:
+        for name in new:
+            os.environ.pop(name, None)

@@ -1,0 +1,57 @@
+"""What a recipe may say about vLLM, in plain values, and what it becomes: the arguments of vLLM's engine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class VllmSettings:
+    """The part of an engine's spec that only vLLM knows; names are NeMo RL's and vLLM's.
+
+    Attributes:
+        tensor_parallel_size: processes, each with a device of its own, that share one model.
+        gpu_memory_utilization: share of a GPU's memory that weights, KV cache and activations may take together.
+        kv_cache_memory_bytes: of each process; None plans it, see ``vllm.memory``.
+        enforce_eager: no compilation; None compiles on a GPU only.
+        load_format: ``dummy`` starts with random weights, and nothing is served before the first sync.
+        kv_cache_dtype: as vLLM names it.
+        enable_prefix_caching: requests that begin alike share keys and values.
+        kwargs: further arguments of vLLM's engine; they have the last word.
+    """
+
+    tensor_parallel_size: int = 1
+    gpu_memory_utilization: float = 0.6
+    kv_cache_memory_bytes: int | None = None
+    enforce_eager: bool | None = None
+    load_format: str = "auto"
+    kv_cache_dtype: str = "auto"
+    enable_prefix_caching: bool = True
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def waits_for_weights(self) -> bool:
+        """Whether the engine starts without weights worth sampling from."""
+        return self.load_format == "dummy"
+
+    def arguments(self, device: str, kv_bytes: int) -> dict[str, Any]:
+        """Fields of vLLM's ``AsyncEngineArgs``.
+
+        Args:
+            device: as torch names it.
+            kv_bytes: of one process's KV cache.
+        """
+        gpu = device.startswith("cuda")
+        return {
+            "tensor_parallel_size": self.tensor_parallel_size,
+            "gpu_memory_utilization": self.gpu_memory_utilization,
+            "kv_cache_memory_bytes": kv_bytes,
+            "enforce_eager": not gpu if self.enforce_eager is None else self.enforce_eager,
+            "load_format": self.load_format,
+            "kv_cache_dtype": self.kv_cache_dtype,
+            "enable_prefix_caching": self.enable_prefix_caching,
+            "enable_sleep_mode": gpu,
+            **self.kwargs,
+        }

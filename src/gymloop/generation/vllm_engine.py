@@ -1,0 +1,490 @@
+"""vLLM as an engine, on its public API: token ids in, sampled ids with the logprobs of what they were drawn from out.
+
+VllmEngine              the public face: checks a call, waits for its outcome
+  ├ vllm/event_loop     the thread whose loop ``AsyncLLM`` lives on
+  ├ vllm/request        one call: vLLM's sampling parameters, its pieces, the caller's loop
+  ├ vllm/core           vLLM's processes: tied to this one, watched, the cause of their death
+  ├ vllm/extension      runs inside vLLM's workers: weights in place
+  └ vllm/support        which builds will do
+
+Nothing is sampled from half replaced weights: the scheduler stands still while they change, cached keys and values of
+the old weights are dropped and computed again, and an update that fails half way ends the engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import itertools
+import logging
+import threading
+import time
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import numpy as np
+import torch
+
+from gymloop.errors import ConfigError, DataError, InfraError
+from gymloop.generation.capacity import text_config
+from gymloop.generation.engine import Sample, Sampling
+from gymloop.generation.vllm import extension, support
+from gymloop.generation.vllm.core import EngineCore
+from gymloop.generation.vllm.event_loop import LoopThread
+from gymloop.generation.vllm.request import OnTokens, Request, sampling_params
+from gymloop.generation.vllm.shared_bytes import SharedBytes
+from gymloop.weights.fit import check_fits
+from gymloop.weights.layout import Entry
+from gymloop.weights.source import WeightSource
+
+T = TypeVar("T")
+LOAD_LIMIT_S = 3600.0
+"""Of one start; the startup task's deadline ends one that is stuck long before."""
+POLL_S = 0.5
+UPDATE_LIMIT_S = 600.0
+"""Of one weight update, and of any other call to vLLM's processes."""
+CLOSE_LIMIT_S = 10.0
+WATCH_S = 3.0
+"""A child's death is seen by then."""
+LEAST_TEMPERATURE = 0.01
+"""Below it vLLM samples at it instead."""
+
+
+class VllmEngine:
+    """One vLLM engine: its core, and as many worker processes as it has tensor-parallel ranks.
+
+    Args:
+        model_folder: Hugging Face model folder.
+        dtype: ``float32`` or ``bfloat16``.
+        max_batch_size: requests decoded together.
+        max_model_len: prompt and sample together, tokens.
+        seed: of the stream that requests without a seed of their own draw from.
+        arguments: further fields of vLLM's ``AsyncEngineArgs``, see ``vllm.settings``.
+        environment: further variables for vLLM and its processes.
+        on_loading: hears how the start gets on: what is being done, and the bytes of memory that vLLM's processes hold.
+
+    Raises:
+        ConfigError: vLLM is not there or unsuitable, or it refuses the model or an argument; with its own reason.
+        InfraError: its process died while it loaded.
+    """
+
+    def __init__(
+        self,
+        model_folder: str | Path,
+        *,
+        dtype: Literal["float32", "bfloat16"],
+        max_batch_size: int,
+        max_model_len: int,
+        seed: int = 0,
+        arguments: Mapping[str, Any] | None = None,
+        environment: Mapping[str, str] | None = None,
+        on_loading: Callable[[str, int], None] | None = None,
+    ):
+        folder = Path(model_folder)
+        if not (folder / "config.json").is_file():
+            raise ConfigError(f"{folder} is not a model folder: it has no config.json")
+        self._folder = folder
+        self._max_model_len = max_model_len
+        self._max_batch_size = max_batch_size
+        self._seed = seed
+        self._vocab = int(text_config(folder).vocab_size)
+        self._version = 0
+        self._names = itertools.count()
+        self._requests: dict[str, Request] = {}
+        self._paused = False
+        self._closed = False
+        self._dead: str | None = None
+        self._skeleton: Any = None
+        self._load_lock = threading.Lock()
+        self._weights = SharedBytes("gymloop-weights")
+        self._core = EngineCore()
+        self._loop = LoopThread("vllm-engine")
+        try:
+            with self._core.starting(environment or {}):
+                if on_loading is not None:
+                    on_loading("vLLM's modules", 0)
+                self.build = support.probe()
+                args = {
+                    "model": str(folder),
+                    "dtype": dtype,
+                    "seed": seed % 2**31,
+                    "max_model_len": max_model_len,
+                    "max_num_seqs": max_batch_size,
+                    "logprobs_mode": "processed_logprobs",
+                    "generation_config": "vllm",  # nothing of the folder's sampling settings may reach a request
+                    "skip_tokenizer_init": True,
+                    "worker_extension_cls": extension.NAME,
+                    "disable_log_stats": True,
+                    **(arguments or {}),
+                }
+                self._llm = self._loaded(self._loop.submit(self._start(args)), on_loading)
+        except BaseException:
+            self.close()
+            raise
+        self._core.watch(lambda what: self._loop.soon(self._die, what))
+
+    def _loaded(self, start: concurrent.futures.Future[Any], on_loading: Callable[[str, int], None] | None) -> Any:
+        until = time.monotonic() + LOAD_LIMIT_S
+        while not concurrent.futures.wait([start], timeout=POLL_S).done:
+            if on_loading is not None:
+                on_loading("the model in vLLM's processes", self._core.resident_bytes())
+            if time.monotonic() > until:
+                raise InfraError(f"vLLM was not ready after {LOAD_LIMIT_S:g} s")
+        return start.result(0)
+
+    async def _start(self, args: Mapping[str, Any]) -> Any:
+        """On the engine's loop, whose thread is blocked meanwhile: nobody else needs it yet."""
+        from vllm import AsyncEngineArgs
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        self._gate = asyncio.Lock()
+        self._gone = asyncio.Event()
+        try:
+            llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**args))
+        except Exception as error:  # vLLM raises many kinds; all of them say that it cannot start like this
+            cause = self._core.cause() or f"{type(error).__name__}: {error}"
+            raise ConfigError(f"vLLM {self.build.version} could not start on {self._folder}: {cause}") from error
+        if self.build.stamps_versions:
+            await llm.update_weight_version("0")
+        return llm
+
+    # ---------------------------------------------------------------- what anyone may ask
+
+    @property
+    def max_model_len(self) -> int:
+        """Prompt and sample together never exceed this many tokens."""
+        return self._max_model_len
+
+    @property
+    def weight_version(self) -> int:
+        """Version of the weights that the next token will be sampled with."""
+        return self._version
+
+    @property
+    def queued(self) -> int:
+        """Requests beyond those that are decoded together."""
+        return max(0, len(self._requests) - self._max_batch_size)
+
+    @property
+    def pids(self) -> list[int]:
+        """Of vLLM's processes."""
+        return self._core.pids
+
+    def require_alive(self) -> None:
+        """Raise InfraError, with the cause, where the engine is dead or closed."""
+        if self._dead is not None:
+            raise InfraError(f"the engine is dead: {self._dead}")
+        if self._closed:
+            raise InfraError("the engine was closed")
+
+    # ---------------------------------------------------------------- sampling
+
+    async def generate(
+        self,
+        prompt_ids: Sequence[int],
+        sampling: Sampling,
+        request_id: str,
+        on_tokens: OnTokens | None = None,
+    ) -> Sample:
+        """Sample until an end token, ``max_new_tokens`` or the context limit; see ``Engine.generate``.
+
+        Raises:
+            DataError: the prompt is empty or holds an id outside the vocabulary.
+            ConfigError: ``sampling`` holds a value out of range, or one that vLLM would silently change.
+            InfraError: the engine died or was closed.
+        """
+        self._check_sampling(sampling)
+        prompt = self._check_prompt(prompt_ids, request_id)
+        self._require_alive_for(request_id)
+        if len(prompt) >= self._max_model_len:
+            return Sample((), (), "length", self._version, self._version)
+        loop = asyncio.get_running_loop()
+        limit = min(sampling.max_new_tokens, self._max_model_len - len(prompt))
+        request = Request(request_id, prompt, sampling, limit, loop, loop.create_future(), on_tokens)
+        self._loop.soon(self._admit, request)
+        try:
+            return await request.future  # bounded: whoever asks gives it a time; the engine's death ends it
+        except BaseException:
+            # Cancelled, or its on_tokens raised; where the engine itself ended the request this changes nothing.
+            self._loop.soon(self._drop, request)
+            raise
+
+    def abort(self, request_id: str) -> None:
+        """End a request; its ``generate`` returns what was sampled so far. Unknown ids have already ended."""
+        self._loop.soon(self._abort, request_id)
+
+    def _admit(self, request: Request) -> None:
+        if self._dead is not None or self._closed:
+            request.fail(self._loss(request.request_id))
+            return
+        if request.request_id in self._requests:
+            request.fail(InfraError(f"request {request.request_id!r} is already in flight; request ids must be unique"))
+            return
+        self._requests[request.request_id] = request
+        request.task = asyncio.ensure_future(self._read(request))
+
+    def _abort(self, request_id: str) -> None:
+        request = self._requests.get(request_id)
+        if request is not None and request.task is not None and not request.aborted:
+            request.aborted = True
+            request.task.cancel()
+
+    def _drop(self, request: Request) -> None:
+        if self._requests.get(request.request_id) is request:
+            del self._requests[request.request_id]  # its id is free again at once
+        if request.task is not None:
+            request.task.cancel()
+
+    async def _read(self, request: Request) -> None:
+        """Read vLLM's replies until the last. Cancelling it makes vLLM abort the request."""
+        name = f"{request.request_id}#{next(self._names)}"  # an id may come again before vLLM has forgotten the first
+        try:
+            params = sampling_params(request.sampling, request.limit, self._seed)
+            reason = None
+            async for output in self._llm.generate(_prompt(request.prompt), params, name):
+                piece = output.outputs[0]
+                request.take(piece.token_ids, _logprobs(piece), self._version)
+                reason = piece.finish_reason or reason
+                if spans := getattr(output, "weight_versions", None) or getattr(piece, "weight_versions", None):
+                    request.first_version, request.last_version = int(spans[0].version), int(spans[-1].version)
+            if reason not in ("stop", "length"):
+                raise InfraError(
+                    f"request {request.request_id!r}: vLLM ended it with {reason!r}, which nobody asked for"
+                )
+            request.finish("stop" if reason == "stop" else "length", self._version)
+        except asyncio.CancelledError:
+            if request.aborted:
+                request.finish("abort", self._version)
+            elif self._dead is not None or self._closed:
+                request.fail(self._loss(request.request_id))
+        except InfraError as error:
+            request.fail(error)
+        except Exception as error:  # noqa: BLE001  (vLLM's: its core died, or it could not serve this)
+            request.fail(await self._told(request.request_id, error))
+        finally:
+            if self._requests.get(request.request_id) is request:
+                del self._requests[request.request_id]
+
+    async def _told(self, request_id: str, error: Exception) -> InfraError:
+        """vLLM's error as ours; a dead core's is told by the watch, which may need a moment more."""
+        if self._dead is None and self._llm.errored:
+            # bounded: by WATCH_S
+            await asyncio.wait({asyncio.ensure_future(self._gone.wait())}, timeout=WATCH_S)
+        if self._dead is not None:
+            return self._loss(request_id)
+        cause = error.__cause__ or error
+        return InfraError(f"request {request_id!r} was lost: vLLM failed: {type(cause).__name__}: {cause}")
+
+    def _loss(self, request_id: str) -> InfraError:
+        why = f"the engine is dead: {self._dead}" if self._dead is not None else "the engine was closed"
+        return InfraError(f"request {request_id!r} was lost: {why}")
+
+    def _require_alive_for(self, request_id: str) -> None:
+        if self._dead is not None or self._closed:
+            raise self._loss(request_id)
+
+    def _die(self, what: str) -> None:
+        """A process of vLLM is gone; on the engine's loop."""
+        if self._dead is None:
+            self._dead = what
+            self._gone.set()
+        for request in list(self._requests.values()):
+            request.fail(self._loss(request.request_id))  # vLLM may wait for its dead core before it lets go
+            if request.task is not None:
+                request.task.cancel()
+
+    # ---------------------------------------------------------------- control
+
+    def pause(self, timeout: float) -> None:
+        """Return once no forward pass runs; requests in flight keep their state and wait.
+
+        Args:
+            timeout: seconds.
+
+        Raises:
+            InfraError: the running step did not end in time (the engine then goes on), or the engine is dead.
+        """
+        self._control(self._pause(), timeout, "pause", undo=self._resume)
+
+    def resume(self) -> None:
+        """Go on after ``pause``."""
+        self._control(self._resume(), UPDATE_LIMIT_S, "resume")
+
+    def load_weights(self, source: WeightSource, version: int) -> None:
+        """Replace every parameter in place; requests in flight go on with the new weights.
+
+        All bytes are brought into memory that vLLM's processes share before anything changes. Cached keys and values
+        belong to the old weights and are computed again.
+
+        Raises:
+            ConfigError: a parameter is missing, unknown, twice there, tied, or of another shape; nothing was changed.
+            InfraError: the source ended early, and nothing was changed; or the engine is dead, maybe of this update.
+        """
+        with self._load_lock:
+            self.require_alive()
+            check_fits(source, self._model_skeleton())
+            self._weights.reserve(source.nbytes)
+            for piece in source.pieces():
+                data = piece.values.detach().cpu().contiguous().view(torch.uint8).numpy()
+                self._weights.write(piece.entry.offset + piece.first_byte, data)
+            self._control(self._update(source.manifest, source.nbytes, version), UPDATE_LIMIT_S, "weight update")
+
+    def sleep(self, level: int = 1) -> None:
+        """Free device memory: level 1 drops the KV cache and offloads the weights, 2 drops both.
+
+        A CPU build frees nothing and stands still until ``wake``.
+        """
+        self._control(self._llm.sleep(level), UPDATE_LIMIT_S, "sleep")
+
+    def wake(self, tags: Sequence[str] | None = None) -> None:
+        """Take memory again: ``weights``, then, after a sync, ``kv_cache``; None takes both."""
+        self._control(self._llm.wake_up(None if tags is None else list(tags)), UPDATE_LIMIT_S, "wake-up")
+
+    def close(self) -> None:
+        """End vLLM's processes and the engine's thread; requests in flight raise InfraError. Safe to call twice."""
+        self._closed = True
+        self._loop.soon(self._end)
+        self._loop.stop(CLOSE_LIMIT_S)
+        self._core.close()
+        self._weights.close()
+        self._skeleton = None
+
+    def _end(self) -> None:
+        for request in list(self._requests.values()):
+            request.fail(self._loss(request.request_id))
+        if not hasattr(self, "_llm"):
+            return
+        logger = logging.getLogger("vllm")
+        before = logger.level
+        logger.setLevel(logging.ERROR)  # it warns of every process that it kills
+        try:
+            self._llm.shutdown(timeout=0.5)  # what is not gone by then is killed
+        finally:
+            logger.setLevel(before)
+        del self._llm
+
+    async def _pause(self) -> None:
+        async with self._gate:
+            if not self._paused:
+                await self._llm.pause_generation(mode="keep", clear_cache=False)
+                self._paused = True
+
+    async def _resume(self) -> None:
+        async with self._gate:
+            if self._paused:
+                await self._llm.resume_generation()
+                self._paused = False
+
+    async def _update(self, entries: Sequence[Entry], nbytes: int, version: int) -> None:
+        async with self._gate:
+            if not self._paused:
+                await self._llm.pause_generation(mode="keep", clear_cache=False)
+            manifest = [[e.name, e.dtype, list(e.shape), e.offset, e.nbytes] for e in entries]
+            arguments = (self._weights.path, nbytes, manifest)
+            try:
+                await self._llm.collective_rpc("gymloop_load_weights", timeout=UPDATE_LIMIT_S, args=arguments)
+                if not await self._llm.reset_prefix_cache(reset_running_requests=True):
+                    raise InfraError("vLLM did not drop the keys and values of the old weights")
+                if self.build.stamps_versions:
+                    await self._llm.update_weight_version(str(version))
+            except BaseException as error:  # half replaced: nothing may be sampled from it any more
+                self._die(f"the update to weight version {version} failed half way: {type(error).__name__}: {error}")
+                raise
+            self._version = version
+            if not self._paused:
+                await self._llm.resume_generation()
+
+    def _control(
+        self,
+        work: Coroutine[Any, Any, T],
+        timeout: float,
+        what: str,
+        undo: Callable[[], Coroutine[Any, Any, None]] | None = None,
+    ) -> T:
+        """Run one call to vLLM's processes, ended by their death or after ``timeout`` seconds.
+
+        Args:
+            work: the call.
+            timeout: seconds.
+            what: names it.
+            undo: run behind a call that came to its end too late.
+        """
+        if self._dead is not None or self._closed:
+            work.close()
+            self.require_alive()
+        call = self._loop.submit(self._unless_dead(work))
+        try:
+            return call.result(timeout)
+        except concurrent.futures.TimeoutError as error:
+            if undo is not None:
+                call.add_done_callback(lambda _: self._loop.submit(undo()))
+            raise InfraError(f"the engine's {what} took longer than {timeout:g} s") from error
+        except InfraError:
+            raise
+        except Exception as error:  # vLLM's
+            self.require_alive()
+            raise InfraError(f"the engine's {what} failed: {type(error).__name__}: {error}") from error
+
+    async def _unless_dead(self, work: Coroutine[Any, Any, T]) -> T:
+        # bounded: by the caller's time, or by the engine's death
+        task, gone = asyncio.ensure_future(work), asyncio.ensure_future(self._gone.wait())
+        try:
+            # bounded: by the caller's time, or by the engine's death
+            await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+            if not task.done():
+                self.require_alive()
+            return task.result()  # bounded: it is done
+        finally:
+            task.cancel()
+            gone.cancel()
+
+    # ---------------------------------------------------------------- checks
+
+    def _model_skeleton(self) -> Any:
+        """The model's parameters without memory: their names and shapes are what a snapshot must have."""
+        if self._skeleton is None:
+            from transformers import AutoConfig, AutoModelForCausalLM
+
+            config = AutoConfig.from_pretrained(str(self._folder), local_files_only=True)
+            with torch.device("meta"):
+                self._skeleton = AutoModelForCausalLM.from_config(config)
+        return self._skeleton
+
+    def _check_sampling(self, sampling: Sampling) -> None:
+        sampling.check()
+        if 0 < sampling.temperature < LEAST_TEMPERATURE:
+            raise ConfigError(
+                f"sampling has temperature {sampling.temperature}; expected 0 or at least {LEAST_TEMPERATURE}, below "
+                "which vLLM samples at another temperature than asked"
+            )
+        for token in sampling.logit_bias or ():
+            if not 0 <= token < self._vocab:
+                raise ConfigError(
+                    f"sampling has a logit_bias for token id {token}; the model's ids are 0 to {self._vocab - 1}"
+                )
+
+    def _check_prompt(self, prompt_ids: Sequence[int], request_id: str) -> list[int]:
+        prompt = np.asarray(prompt_ids, dtype=np.int64)
+        if prompt.ndim != 1 or prompt.size == 0:
+            raise DataError(f"request {request_id!r} has an empty prompt; at least one token id is needed")
+        low, high = int(prompt.min()), int(prompt.max())
+        if low < 0 or high >= self._vocab:
+            wrong = low if low < 0 else high
+            raise DataError(
+                f"request {request_id!r} holds token id {wrong}; the model's ids are 0 to {self._vocab - 1}"
+            )
+        return prompt.tolist()
+
+
+def _prompt(ids: list[int]) -> Any:
+    """vLLM's own form of a prompt that needs no more work: it takes it without a tokenizer and without a thread."""
+    return {"type": "token", "prompt_token_ids": ids}
+
+
+def _logprobs(piece: Any) -> list[float]:
+    """The logprob of each new token. float32 rounding can put one a hair above 0."""
+    if len(piece.token_ids) != len(piece.logprobs or ()):
+        raise InfraError(f"vLLM sampled {len(piece.token_ids)} tokens and gave {len(piece.logprobs or ())} logprobs")
+    found = zip(piece.token_ids, piece.logprobs or (), strict=True)
+    return [min(0.0, float(entries[token].logprob)) for token, entries in found]

@@ -1,0 +1,83 @@
+"""vLLM in recipes: NeMo RL's keys, in NeMo RL's places; what would break a promise is refused with its reason."""
+
+import pytest
+
+from gymloop.config.parsers import settled_parsers
+from gymloop.config.plan import compile_plan
+from gymloop.config.rules.vllm import _OWN
+
+VLLM = "policy.generation.backend=vllm"
+CFG = "policy.generation.vllm_cfg"
+SERVING = f"{CFG}.http_server_serving_chat_kwargs"
+
+
+def cfg(text: str) -> str:
+    return f"+{CFG}={text}"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key", "reason"),
+    [
+        ([cfg("{enforce_eager: true}")], CFG, "has no effect with backend 'torch'"),
+        (["+policy.generation.vllm_kwargs={max_num_batched_tokens: 64}"], "policy.generation.vllm_kwargs", "no effect"),
+        ([VLLM, cfg("{precision: bfloat16}"), "policy.precision=float32"], f"{CFG}.precision", "is bfloat16 and"),
+        ([VLLM, cfg("{max_model_len: 7}")], f"{CFG}.max_model_len", "is 7 and policy.max_total_sequence_length is"),
+        ([VLLM, cfg("{async_engine: false}")], f"{CFG}.async_engine", "join and leave the batch"),
+        ([VLLM, cfg("{expose_http_server: false}")], f"{CFG}.expose_http_server", "go through the generation server"),
+        ([VLLM, cfg("{skip_tokenizer_init: false}")], f"{CFG}.skip_tokenizer_init", "gets no tokenizer in any case"),
+        (
+            [VLLM, cfg("{http_server_serving_chat_kwargs: {enable_auto_tools: false}}")],
+            f"{SERVING}.enable_auto_tools",
+            "always read",
+        ),
+        (
+            [VLLM, cfg("{http_server_serving_chat_kwargs: {tool_parser: mistral}}"),
+             "policy.tokenizer.tool_parser=openai"],
+            f"{SERVING}.tool_parser",
+            "is 'mistral' and policy.tokenizer.tool_parser is 'openai'; expected one of the two",
+        ),
+        ([VLLM, cfg("{tensor_parallel_size: 2}")], f"{CFG}.tensor_parallel_size", "is 2 without GPUs"),
+        ([VLLM, "deterministic=true"], "deterministic", "depends on which others share its step"),
+        ([VLLM, cfg("{tool_parser_plugin: gone.py}")], "policy.tokenizer.tool_parser_plugin", "there is no file"),
+        ([VLLM, cfg("{load_format: gguf}")], f"{CFG}.load_format", "dummy"),
+        ([VLLM, cfg("{use_deep_gemm: true}")], f"{CFG}.use_deep_gemm", "share one precision"),
+        ([VLLM, "policy.generation.top_p=0.9"], "policy.generation.top_p", "expected 1.0"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_is_refused_with_its_reason(files, overrides, key, reason):
+    said = files.said("base.yaml", *overrides)
+    assert any(f": {key}: " in line and reason in line for line in said), said
+
+
+@pytest.mark.parametrize("name", _OWN)
+def test_arguments_that_would_break_a_promise_are_refused_by_name(files, name):
+    said = files.said("base.yaml", VLLM, f"+policy.generation.vllm_kwargs={{{name}: 1}}")
+    assert any(f": policy.generation.vllm_kwargs.{name}: may not be set: {_OWN[name]}" in line for line in said), said
+
+
+def test_nemo_rls_block_is_taken_and_its_parsers_are_the_servers(files):
+    files.write("mine.py", "")
+    block = (
+        "{async_engine: true, precision: auto, tensor_parallel_size: 1, gpu_memory_utilization: 0.8, "
+        "enforce_eager: false, kv_cache_dtype: auto, expose_http_server: true, skip_tokenizer_init: null, "
+        "tool_parser_plugin: mine.py, load_format: dummy, "
+        "http_server_serving_chat_kwargs: {enable_auto_tools: true, tool_parser: mine, reasoning_parser: deepseek_r1}}"
+    )
+    kwargs = "+policy.generation.vllm_kwargs={max_num_batched_tokens: 512}"
+    recipe = files.load("base.yaml", VLLM, cfg(block), kwargs).recipe
+    found = settled_parsers(recipe)
+    assert (found.tool_parser, found.tool_parser_plugin, found.reasoning_parser) == ("mine", "mine.py", "deepseek_r1")
+    assert recipe.policy.generation.vllm_kwargs == {"max_num_batched_tokens": 512}
+    plan = compile_plan(recipe, files.folder / "base.yaml", "run")
+    assert plan.tool_parser_plugin == (files.folder / "mine.py").absolute()
+
+
+def test_a_parser_of_vllms_own_may_be_named_without_a_plug_in(files):
+    recipe = files.load("base.yaml", VLLM, "policy.tokenizer.tool_parser=kimi_k2").recipe
+    assert settled_parsers(recipe).tool_parser == "kimi_k2"
+
+
+def test_tensor_parallel_engines_take_that_many_gpus(files):
+    gpus = ["cluster.gpus_per_node=2", VLLM, cfg("{tensor_parallel_size: 2}")]
+    said = files.said("base.yaml", *gpus)
+    assert not any("tensor_parallel_size" in line for line in said), said

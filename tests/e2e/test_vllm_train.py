@@ -1,0 +1,41 @@
+"""A whole run with a real vLLM: Ray's workers, tool calls, weight syncs, and both engines measured alike."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+import toys
+from homes import Home, gone
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
+
+VLLM = (
+    "policy.generation.backend=vllm",
+    "+policy.generation.vllm_cfg={load_format: dummy, max_num_seqs: 8, kv_cache_memory_bytes: 67108864}",
+    "startup.deadline_s=400",
+    "grpo.max_num_steps=2",
+)
+
+
+@pytest.fixture
+def home(tmp_path):
+    made = Home(tmp_path, toys.build_toy(tmp_path, "q", **toys.FOR_VLLM))
+    yield made
+    made.kill_all()
+
+
+def test_a_run_on_vllm_trains_on_what_was_sampled_and_leaves_nothing_behind(home):
+    process = home.start(*VLLM)
+    output, _ = process.communicate(timeout=800)
+    assert process.returncode == 0, output
+    steps = [entry for entry in home.metrics() if entry["step"]]
+    assert len(steps) == 2
+    for entry in steps:
+        assert entry["mismatch/max_abs_logprob_diff"] < 1e-3, "engine and trainer have the same weights"
+    lines = (home.run_dir / "trajectories" / "step_00002.jsonl").read_text().splitlines()
+    rollouts = [json.loads(line) for line in lines]
+    assert len(rollouts) == 6
+    assert all(one["sampled_tokens"] and one["weight_versions"] == [2, 2] for one in rollouts), "warm-up, then step 1"
+    assert gone(home, 15), home.processes()

@@ -1,0 +1,130 @@
+"""What the vLLM engine decides by itself, without a vLLM: versions, seeds, memory, arguments, errors, shared bytes."""
+
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from gymloop.errors import ConfigError
+from gymloop.generation.engine import Sampling
+from gymloop.generation.vllm import core, memory, support
+from gymloop.generation.vllm.caches import compile_cache
+from gymloop.generation.vllm.request import draw_seed
+from gymloop.generation.vllm.settings import VllmSettings
+from gymloop.generation.vllm.shared_bytes import SharedBytes
+
+
+@pytest.mark.parametrize("version", ["0.25.0", "0.25", "0.32.0", "0.32.1.dev3+cpu"])
+def test_a_version_in_the_range_passes(version):
+    support.require_supported(version)
+
+
+@pytest.mark.parametrize("version", ["0.24.9", "0.33.0", "1.0.0", "unknown"])
+def test_a_version_outside_the_range_is_one_sentence_with_both(version):
+    with pytest.raises(ConfigError) as caught:
+        support.require_supported(version)
+    assert version in str(caught.value)
+    assert support.SUPPORTED in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_without_vllm_the_sentence_says_what_to_install(monkeypatch):
+    monkeypatch.setattr(support, "DISTRIBUTIONS", ("no-such-distribution",))
+    with pytest.raises(ConfigError, match=r"no vLLM is installed .*gymloop\[vllm\]"):
+        support.installed_version()
+
+
+def test_a_missing_call_or_argument_is_named():
+    class Old:
+        def generate(self, prompt, sampling_params): ...
+
+    missing = list(support._missing_calls(Old))
+    assert "the argument 'request_id' of AsyncLLM.generate" in missing
+    assert "AsyncLLM.pause_generation" in missing
+
+
+def test_a_draw_follows_from_seed_and_key_and_only_from_them():
+    plain, keyed = Sampling(4), Sampling(4, noise_key="g/0/0")
+    assert draw_seed(plain, 1) is None
+    assert draw_seed(Sampling(4, seed=7), 1) == 7
+    assert draw_seed(keyed, 1) == draw_seed(keyed, 1) != draw_seed(keyed, 2)
+    assert draw_seed(keyed, 1) != draw_seed(Sampling(4, noise_key="g/1/0"), 1)
+    assert draw_seed(Sampling(4, seed=3, noise_key="g/0/0"), 1) == draw_seed(Sampling(4, seed=3, noise_key="g/0/0"), 2)
+    assert all(0 <= draw_seed(keyed, seed) < 2**63 for seed in range(50))
+
+
+CONFIG = SimpleNamespace(
+    num_attention_heads=8, num_key_value_heads=2, head_dim=64, hidden_size=512, num_hidden_layers=3
+)
+TOKEN = 2 * 3 * 2 * 64 * 2
+"""Keys and values, layers, heads, size, bytes of bfloat16."""
+
+
+def test_the_cache_holds_every_row_full_and_whole_blocks():
+    found = memory.kv_cache_bytes(CONFIG, "bfloat16", "auto", 200, 4, 1 << 40)
+    assert found == (4 * 256 + 2 * 128) * TOKEN
+
+
+def test_the_cache_takes_what_there_is_and_halves_with_fp8_and_two_ranks():
+    assert memory.kv_cache_bytes(CONFIG, "bfloat16", "auto", 200, 400, 10**6) == 10**6
+    whole = memory.kv_cache_bytes(CONFIG, "bfloat16", "auto", 256, 4, 1 << 40)
+    assert memory.kv_cache_bytes(CONFIG, "bfloat16", "fp8", 256, 4, 1 << 40) * 2 == whole
+    assert memory.kv_cache_bytes(CONFIG, "bfloat16", "auto", 256, 4, 1 << 40, ranks=2) * 2 == whole
+
+
+def test_a_cache_without_room_for_one_row_is_refused_with_the_keys_to_change():
+    with pytest.raises(ConfigError, match=r"gpu_memory_utilization"):
+        memory.kv_cache_bytes(CONFIG, "bfloat16", "auto", 4096, 4, 1000)
+
+
+def test_nothing_is_compiled_on_a_cpu_unless_asked_and_kwargs_have_the_last_word():
+    assert VllmSettings().arguments("cpu", 1)["enforce_eager"] is True
+    assert VllmSettings().arguments("cuda", 1)["enforce_eager"] is False
+    assert VllmSettings(enforce_eager=False).arguments("cpu", 1)["enforce_eager"] is False
+    assert VllmSettings(kwargs={"max_num_batched_tokens": 5}).arguments("cpu", 1)["max_num_batched_tokens"] == 5
+    assert VllmSettings(load_format="dummy").waits_for_weights
+
+
+def test_a_compile_cache_is_hit_by_the_same_start_only(tmp_path, monkeypatch):
+    monkeypatch.setenv("GYMLOOP_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "config.json").write_text("{}")
+    arguments = VllmSettings(enforce_eager=False).arguments("cpu", 1)
+    first = compile_cache(tmp_path, arguments, "0.32.0", "cpu")
+    assert first.found == "miss"
+    first.mark()
+    assert compile_cache(tmp_path, {**arguments, "seed": 3}, "0.32.0", "cpu").found == "hit"
+    assert compile_cache(tmp_path, arguments, "0.31.0", "cpu").found == "miss"
+    assert compile_cache(tmp_path, {**arguments, "max_num_seqs": 9}, "0.32.0", "cpu").found == "miss"
+    assert compile_cache(tmp_path, {**arguments, "enforce_eager": True}, "0.32.0", "cpu").found == "off"
+
+
+def test_another_process_reads_the_bytes_by_their_path_and_a_second_write_is_seen():
+    shared = SharedBytes("test")
+    code = "import sys, numpy; print(numpy.memmap(sys.argv[1], 'uint8', 'r', shape=(6,)).tolist())"
+    try:
+        for begin in (0, 7):
+            shared.reserve(6)
+            shared.write(2, np.arange(begin, begin + 4, dtype=np.uint8))
+            done = subprocess.run(
+                [sys.executable, "-c", code, shared.path], capture_output=True, text=True, timeout=60, check=True
+            )
+            assert done.stdout == f"{[0, 0, *range(begin, begin + 4)]}\n"
+    finally:
+        shared.close()
+        shared.close()
+
+
+@pytest.mark.parametrize(
+    ("line", "cause"),
+    [
+        ("ValueError: Head size 24 is not supported", "ValueError: Head size 24 is not supported"),
+        ("(EngineCore pid=7) torch.OutOfMemoryError: CUDA out of memory", "torch.OutOfMemoryError: CUDA out of memory"),
+        ("EngineCore failed to start.", None),
+        ("  File 'x.py', line 3, in f", None),
+    ],
+)
+def test_the_last_line_of_a_traceback_is_found(line, cause):
+    match = core._ERROR_LINE.match(line)
+    assert (match and match[1]) == cause

@@ -1,0 +1,81 @@
+"""Moving a policy moves all of its memory and changes nothing of what it computes."""
+
+import numpy as np
+import pytest
+import torch
+
+from gymloop.algorithms.batch import TrainBatch, TrainSequence
+from gymloop.config.schema import Loss, OptimizerKwargs
+from gymloop.policy.residence import move
+from gymloop.policy.spec import PolicySpec
+from gymloop.policy.worker import PolicyWorker
+
+
+def worker_of(folder, precision, **named):
+    loss = Loss(reference_policy_kl_penalty=0.1)
+    worker = PolicyWorker(PolicySpec(str(folder), 1.0, loss, OptimizerKwargs(lr=0.01), precision, threads=1, **named))
+    worker.load()
+    return worker
+
+
+def tensors(worker):
+    models = (worker._model, worker._reference)
+    for model in models:
+        yield from model.parameters()
+        yield from model.buffers()
+    yield from worker._optimizer.masters.values()
+    for state in worker._optimizer.adamw.state.values():
+        yield from (value for value in state.values() if isinstance(value, torch.Tensor))
+
+
+def batch():
+    rng = np.random.default_rng(3)
+    sequences = []
+    for sample in range(4):
+        ids = rng.integers(2, 60, 12)
+        sampled = np.arange(6, 12)
+        sequences.append(
+            TrainSequence(
+                "g", sample, ids, sampled, np.full(6, sample - 1.5, np.float32), np.full(6, 1 / 24, np.float32),
+                np.full(6, -4.0, np.float32),
+            )
+        )  # fmt: skip
+    return TrainBatch(tuple(sequences))
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_every_tensor_moves_once_and_training_goes_on_bit_by_bit_as_it_would_have(tiny, precision):
+    moved, stayed = worker_of(tiny("llama"), precision), worker_of(tiny("llama"), precision)
+    for worker in (moved, stayed):
+        worker.train(batch())
+    before = {tensor.data_ptr() for tensor in tensors(moved) if tensor.numel()}
+    parameters = [id(parameter) for parameter in moved._model.parameters()]
+    calls = []
+
+    def elsewhere(tensor):
+        calls.append(tensor)
+        return tensor.clone()
+
+    move([moved._model, moved._reference], moved._optimizer, elsewhere)
+    assert not before & {tensor.data_ptr() for tensor in tensors(moved) if tensor.numel()}, "nothing was left behind"
+    assert len({id(tensor) for tensor in calls}) == len(calls)
+    assert [id(parameter) for parameter in moved._model.parameters()] == parameters
+    embeddings = moved._model.get_input_embeddings().weight
+    assert moved._model.get_output_embeddings().weight is embeddings, "what is tied stays tied"
+    for worker in (moved, stayed):
+        worker.train(batch())
+    assert moved.snapshot().buffer.tobytes() == stayed.snapshot().buffer.tobytes()
+
+
+def test_a_policy_that_starts_on_the_host_saves_and_restores_there_and_trains_on_its_device(toy, tmp_path):
+    worker = worker_of(toy("q"), "float32", starts_on_host=True)
+    for _ in range(2):
+        worker.to_device()
+        worker.train(batch())
+        worker.to_host()
+        assert all(tensor.device.type == "cpu" for tensor in tensors(worker))
+    worker.save(tmp_path / "p")
+    again = worker_of(toy("q"), "float32", starts_on_host=True)
+    again.restore(tmp_path / "p")
+    again.to_device()
+    assert again.snapshot().buffer.tobytes() == worker.snapshot().buffer.tobytes()
