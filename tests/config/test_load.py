@@ -130,7 +130,7 @@ def test_what_nemo_rl_has_and_gymloop_does_not_is_said_so(recipe, edit, key, sen
         (("environment: sums,", "environment: sums, data_path: a.jsonl,"), "r.yaml:16: data.train", "both are given"),
         (("{environment: sums, num_tasks: 8}", "{data_path: a.jsonl}"), "r.yaml:16: data.train.data_path", "no file"),
         (("my_gym.sums:Sums", "my_gym.sums"), "r.yaml:19: env.environments.sums.entrypoint", "module:Class"),
-        (("loss_fn:", "cluster: {num_nodes: 2}\nloss_fn:"), "r.yaml:5: cluster.num_nodes", "on a CPU a run has one node"),
+        (("loss_fn:", "cluster: {num_nodes: 2}\nloss_fn:"), "r.yaml:5: cluster.num_nodes", "a run has one node"),
         (
             ("ratio_clip_min: 0.2", "truncated_importance_sampling_ratio: 2.0"),
             "r.yaml:6: loss_fn.truncated_importance_sampling_ratio",
