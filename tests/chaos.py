@@ -192,10 +192,10 @@ def _trouble_network(scheduler: Scheduler) -> None:
 
     class Proxied(ModelClient):
         async def __aenter__(self) -> ModelClient:
-            address = self.url.removeprefix("http://").partition("/")[0]
+            address = self._base_url.removeprefix("http://").partition("/")[0]
             host, _, port = address.partition(":")
             self._proxy = Proxy(host, int(port), decide)
-            self.url = self.url.replace(address, f"127.0.0.1:{await self._proxy.start()}")
+            self._base_url = self._base_url.replace(address, f"127.0.0.1:{await self._proxy.start()}")
             return await super().__aenter__()
 
         async def close(self) -> None:
