@@ -29,6 +29,7 @@ class Recorded:
         given: overrides, as under ``env.nemo_gym``.
         servers_only: its agent cannot start without a key of a model provider: only the servers of the file are hosted.
         except_rows: by line from 1, why the recorded reward is not this version's.
+        undecided: by line, why the machine's speed decides the reward; these rows are not replayed.
         tries: sessions that a row has to get its reward.
         alone: hosted without the others.
         drops: fields of the recorded response that this version refuses.
@@ -42,6 +43,7 @@ class Recorded:
     given: Mapping[str, Any] = field(default_factory=dict)
     servers_only: bool = False
     except_rows: Mapping[int, str] = field(default_factory=dict)
+    undecided: Mapping[int, str] = field(default_factory=dict)
     tries: int = 1
     alone: bool = False
     drops: Sequence[str] = ()
@@ -75,7 +77,11 @@ ENVIRONMENTS = (
         extras=("reasoning-gym",),
         modules=("reasoning_gym",),
     ),
-    Recorded("math_with_judge", **MATH),
+    Recorded(
+        "math_with_judge",
+        **MATH,
+        undecided={2: "SymPy compares the two answers for about as long as math-verify gives it, 5 s of wall time"},
+    ),
     Recorded("polymath", **MATH),
     Recorded(
         "math_with_autograder",
@@ -103,7 +109,7 @@ ENVIRONMENTS = (
     Recorded("mrcr", drops=("usage",)),  # recorded with the counts of a chat completion
     Recorded("nvarc", config="inductive.yaml"),
     Recorded("ragtruth"),
-    Recorded("ruler2", extras=("editdistance",), modules=("editdistance",)),
+    Recorded("ruler2", extras=("editdistance",), modules=("editdistance",), drops=("usage",)),
     Recorded("single_step_tool_use_with_argument_comparison"),
     Recorded("spartqa"),
     Recorded("string_match"),
