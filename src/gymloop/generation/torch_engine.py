@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from gymloop.errors import ConfigError, DataError
+from gymloop.errors import ConfigError
 from gymloop.generation.decoder import PROBE_TOKENS, Decoder
 from gymloop.generation.drawing import Drawer
 from gymloop.generation.engine import Sample, Sampling
@@ -26,6 +26,7 @@ from gymloop.generation.packed import PackedRows
 from gymloop.generation.request import Request
 from gymloop.generation.rows import Rows
 from gymloop.generation.step_loop import StepLoop
+from gymloop.generation.vocabulary import check_bias, checked_prompt
 from gymloop.models.load import OnBytes
 from gymloop.weights.source import WeightSource
 
@@ -136,8 +137,9 @@ class TorchEngine:
             ConfigError: ``sampling`` holds a value out of range.
             InfraError: the engine died or was closed, or the model gave logits that are not finite.
         """
-        self._check_sampling(sampling)
-        prompt = self._check_prompt(prompt_ids, request_id)
+        sampling.check()
+        check_bias(sampling, self._vocab)
+        prompt = checked_prompt(prompt_ids, request_id, self._vocab).astype(np.int32)
         if self._deterministic:
             row_of(sampling, prompt, self._max_batch_size, request_id)
         if len(prompt) >= self._max_model_len:
@@ -216,24 +218,3 @@ class TorchEngine:
         if self._decoder is None:
             raise RuntimeError("the engine has no model any more")
         return self._decoder
-
-    def _check_sampling(self, sampling: Sampling) -> None:
-        sampling.check()
-        for token in sampling.logit_bias or ():
-            if not 0 <= token < self._vocab:
-                raise ConfigError(
-                    f"sampling has a logit_bias for token id {token}; the model's ids are 0 to {self._vocab - 1}"
-                )
-
-    def _check_prompt(self, prompt_ids: Sequence[int], request_id: str) -> np.ndarray:
-        """The prompt as int32 [tokens]."""
-        prompt = np.asarray(prompt_ids, dtype=np.int64)
-        if prompt.ndim != 1 or prompt.size == 0:
-            raise DataError(f"request {request_id!r} has an empty prompt; at least one token id is needed")
-        low, high = int(prompt.min()), int(prompt.max())
-        if low < 0 or high >= self._vocab:
-            wrong = low if low < 0 else high
-            raise DataError(
-                f"request {request_id!r} holds token id {wrong}; the model's ids are 0 to {self._vocab - 1}"
-            )
-        return prompt.astype(np.int32)

@@ -23,10 +23,9 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-import numpy as np
 import torch
 
-from gymloop.errors import ConfigError, DataError, InfraError
+from gymloop.errors import ConfigError, InfraError
 from gymloop.generation.capacity import text_config
 from gymloop.generation.engine import Sample, Sampling
 from gymloop.generation.vllm import extension, support
@@ -34,6 +33,7 @@ from gymloop.generation.vllm.core import EngineCore
 from gymloop.generation.vllm.event_loop import LoopThread
 from gymloop.generation.vllm.request import OnTokens, Request, sampling_params
 from gymloop.generation.vllm.shared_bytes import SharedBytes
+from gymloop.generation.vocabulary import check_bias, checked_prompt
 from gymloop.weights.fit import check_fits
 from gymloop.weights.layout import Entry
 from gymloop.weights.source import WeightSource
@@ -195,7 +195,7 @@ class VllmEngine:
             InfraError: the engine died or was closed.
         """
         self._check_sampling(sampling)
-        prompt = self._check_prompt(prompt_ids, request_id)
+        prompt = checked_prompt(prompt_ids, request_id, self._vocab).tolist()
         self._require_alive_for(request_id)
         if len(prompt) >= self._max_model_len:
             return Sample((), (), "length", self._version, self._version)
@@ -458,23 +458,7 @@ class VllmEngine:
                 f"sampling has temperature {sampling.temperature}; expected 0 or at least {LEAST_TEMPERATURE}, below "
                 "which vLLM samples at another temperature than asked"
             )
-        for token in sampling.logit_bias or ():
-            if not 0 <= token < self._vocab:
-                raise ConfigError(
-                    f"sampling has a logit_bias for token id {token}; the model's ids are 0 to {self._vocab - 1}"
-                )
-
-    def _check_prompt(self, prompt_ids: Sequence[int], request_id: str) -> list[int]:
-        prompt = np.asarray(prompt_ids, dtype=np.int64)
-        if prompt.ndim != 1 or prompt.size == 0:
-            raise DataError(f"request {request_id!r} has an empty prompt; at least one token id is needed")
-        low, high = int(prompt.min()), int(prompt.max())
-        if low < 0 or high >= self._vocab:
-            wrong = low if low < 0 else high
-            raise DataError(
-                f"request {request_id!r} holds token id {wrong}; the model's ids are 0 to {self._vocab - 1}"
-            )
-        return prompt.tolist()
+        check_bias(sampling, self._vocab)
 
 
 def _prompt(ids: list[int]) -> Any:
