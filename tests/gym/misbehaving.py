@@ -14,7 +14,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 import urllib.request
 from collections import Counter
 from collections.abc import Iterator
@@ -223,13 +222,6 @@ class Process:
 
     def bodies(self, name: str) -> dict[str, dict]:
         return self._told()["bodies"][name]
-
-    def wait_for(self, name: str, seconds: float = 10.0) -> None:
-        """Until the row has been heard of."""
-        give_up = time.monotonic() + seconds
-        while name not in self.log():
-            assert time.monotonic() < give_up, f"{name} did not come within {seconds} s"
-            time.sleep(0.02)
 
     def _told(self) -> dict:
         with urllib.request.urlopen(f"{self.url}/log", timeout=10) as reply:

@@ -44,6 +44,7 @@ class ScriptedModel:
     def __init__(self, scripts: dict[str, list[Say | str]]) -> None:
         self.scripts = scripts
         self.requests: list[dict] = []
+        self.asked_once = asyncio.Event()
         self.headers: list[dict] = []
         self.in_flight = 0
         self.most_in_flight = 0
@@ -52,6 +53,7 @@ class ScriptedModel:
     async def handle(self, request: web.Request) -> web.Response:
         body = await request.json()
         self.requests.append(body)
+        self.asked_once.set()
         self.headers.append(dict(request.headers))
         self.in_flight += 1
         self.most_in_flight = max(self.most_in_flight, self.in_flight)

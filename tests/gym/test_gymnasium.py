@@ -83,9 +83,13 @@ async def test_an_episode_that_offers_close_is_closed_also_after_a_failure(serve
 
 
 async def test_an_episode_that_is_cancelled_is_closed(server):
-    async with playing(server.url, [Say("hit", delay=30.0)]) as (agent, model):
-        task = asyncio.create_task(agent.play(row("cancelled", closes=True), model, Conversation(), TERMS))
-        await asyncio.to_thread(server.wait_for, "cancelled")
+    script = ScriptedModel({"hi": [Say("hit", delay=30.0)]})
+    async with serving(script) as client, HttpServer(server.url, call_timeout_s=1.0) as http:
+        task = asyncio.create_task(
+            Gymnasium("game", http).play(row("cancelled", closes=True), client, Conversation(), TERMS)
+        )
+        async with asyncio.timeout(10):
+            await script.asked_once.wait()  # the reset was answered: the episode is known to offer close
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
