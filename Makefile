@@ -52,14 +52,16 @@ test: $(VENV)/.dev
 # Those that say within how many seconds a death is named have the machine to themselves.
 TIMED := $(wildcard tests/e2e/test_liveness*.py) tests/e2e/test_replicas.py
 test-slow: $(VENV)/.dev
-	@$(BIN)/python -m pytest -m "slow and not integration and not vllm" -n 2 --dist loadfile $(TIMED:%=--ignore=%)
+	@$(BIN)/python -m pytest -m "slow and not integration and not vllm" -n 2 --dist loadfile --durations=8 $(TIMED:%=--ignore=%)
 	@$(BIN)/python -m pytest -m "slow and not integration and not vllm" $(TIMED)
 
-# The environment that the tests use, made once and kept in the cache; GYMLOOP_TEST_GYM names another, such as one of
-# Python 3.13, which NeMo Gym's own launcher needs. What another lacks is skipped; what ours lacks fails.
+# The environment that the tests use, made once and kept in the cache; GYMLOOP_TEST_GYM names another: what that one lacks
+# is skipped, what ours lacks fails. NeMo Gym's own launcher needs Python 3.13, which is taken where it is found.
+GYM_PYTHON ?= $(firstword $(foreach p,python3.13 $(wildcard $(shell pyenv root 2>/dev/null)/versions/3.13*/bin/python),$(shell $(p) -c '' 2>/dev/null && echo $(p))) $(BIN)/python)
+test-integration test-load .gym: export GYM_PYTHON := $(GYM_PYTHON)
 .PHONY: .gym
 .gym: $(VENV)/.dev
-	@test -n "$${GYMLOOP_TEST_GYM:-}" || $(BIN)/gymloop gym install $$($(BIN)/python tests/gym/nemo/contract.py) || { \
+	@test -n "$${GYMLOOP_TEST_GYM:-}" || $(BIN)/gymloop gym install --python $(GYM_PYTHON) $$($(BIN)/python tests/gym/nemo/contract.py) || { \
 	  echo "the integration tests install NeMo Gym from a package index (1 GB); without one, set GYMLOOP_TEST_GYM to a folder that 'gymloop gym install' made" >&2; exit 1; }
 
 test-integration: .gym
@@ -75,7 +77,7 @@ test-corners:
 
 .PHONY: .corner
 .corner: $(VENV)/.dev
-	@$(BIN)/python -m pytest tests/generation tests/conformance tests/policy tests/tokens tests/algorithms tests/models
+	@$(BIN)/python -m pytest -n 2 --dist loadfile tests/generation tests/conformance tests/policy tests/tokens tests/algorithms tests/models
 
 # A real vLLM, built for CPUs: its requirements are read from its own metadata, but for torch, which is a CPU build here.
 # It has no bearing on the versions that gymloop itself admits.

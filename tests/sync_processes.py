@@ -87,7 +87,8 @@ class Engine:
     """What ``EngineWorker`` is to a sync, with a net in place of the engine.
 
     Args:
-        folder: where ``held`` appears when it has taken ``hold_after`` pieces, and ``go`` is waited for.
+        folder: where ``held`` and ``held-<pid>`` appear when it has taken ``hold_after`` pieces, and ``go`` is
+            waited for.
     """
 
     def __init__(self, folder: Path, width: int = 256) -> None:
@@ -111,6 +112,7 @@ class Engine:
             with torch.no_grad():
                 for number, piece in enumerate(source.pieces()):
                     if number == self.hold_after:
+                        (self.folder / f"held-{os.getpid()}").touch()
                         (self.folder / "held").touch()
                         while not (self.folder / "go").exists():
                             time.sleep(0.01)

@@ -32,7 +32,7 @@ LAYERS: tuple[frozenset[str], ...] = (
             "cluster",
         }
     ),
-    frozenset({"tokens", "models"}),
+    frozenset({"asgi", "tokens", "models"}),
     frozenset({"config", "compat", "descriptors", "files", "lifeline", "loops", "threads"}),
     frozenset({"errors", ""}),  # "" is the package itself: its version
 )

@@ -153,6 +153,7 @@ class ServerPart:
     def __init__(self, process, url):
         self.process = process
         self.url = url
+        self.answered = asyncio.Event()
 
     async def check(self):
         if self.process.poll() is not None:
@@ -160,7 +161,7 @@ class ServerPart:
         timeout = aiohttp.ClientTimeout(total=60)
         with contextlib.suppress(aiohttp.ClientConnectionError):
             async with aiohttp.ClientSession(timeout=timeout) as session, session.get(self.url):
-                pass
+                self.answered.set()
 
     def symptoms(self):
         return f"; process {self.process.pid}"
@@ -177,7 +178,7 @@ def test_a16_the_death_or_hang_of_an_environments_process_is_reported_by_name(nu
     async def work():
         health = Health(period_s=0.1, unresponsive_after_s=2.0)
         health.watch(part)
-        await asyncio.sleep(0.5)
+        await asyncio.wait_for(part.answered.wait(), 30)
         process.send_signal(number)
         with pytest.raises(InfraError, match=message):
             await first_failure(asyncio.sleep(30), health.failed())

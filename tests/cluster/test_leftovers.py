@@ -149,12 +149,15 @@ async def test_a3_a_failed_startup_leaves_no_process_actor_socket_thread_placeme
 async def test_a3_a_failed_startup_gives_back_its_actors_and_their_place_on_a_cluster_that_lives_on(tmp_path):
     """The cluster belongs to somebody else, as with RAY_ADDRESS: only what the startup placed on it goes."""
     code = (
-        "import ray, sys\n"
+        "import ray, sys, time\n"
         "ray.init(address='local', num_cpus=2, include_dashboard=False, log_to_driver=False)\n"
         "print(ray.get_runtime_context().gcs_address, flush=True)\n"
         "sys.stdin.readline()\n"
-        "total, free = ray.cluster_resources(), ray.available_resources()\n"
-        "print(total['CPU'], free.get('CPU', 0), flush=True)\n"
+        "total = ray.cluster_resources()['CPU']\n"
+        "for _ in range(150):\n"
+        "    if (free := ray.available_resources().get('CPU', 0)) == total: break\n"
+        "    time.sleep(0.1)\n"
+        "print(total, free, flush=True)\n"
         "sys.stdin.readline()\n"
     )
     owner = await asyncio.create_subprocess_exec(
@@ -206,7 +209,6 @@ asyncio.run(main())
                     break
                 await asyncio.sleep(0.1)
             assert not os.path.exists(f"/proc/{pid}"), "the actor's process is gone"  # noqa: ASYNC240
-            await asyncio.sleep(1)
             owner.stdin.write(b"\n")
             total, free = (await asyncio.wait_for(owner.stdout.readline(), 60)).split()
             assert total == free, "the actor's CPU is free again"

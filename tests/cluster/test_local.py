@@ -17,6 +17,7 @@ from gymloop.cluster.actor import RayRemote
 from gymloop.cluster.local import RayCluster, require_answer, told
 from gymloop.errors import ConfigError, InfraError
 from gymloop.lifeline import tied
+from gymloop.startup import hold_socket
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="what processes have is read from /proc")
 
@@ -43,9 +44,9 @@ class Worker:
 
 
 def free_port():
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return sock.getsockname()[1]
+    """Outside the range from which the kernel gives ports to others meanwhile."""
+    with hold_socket(18000, 18999) as held:
+        return held.getsockname()[1]
 
 
 # ---------------------------------------------------------------- a cluster of our own

@@ -13,6 +13,7 @@ from gymloop.errors import ConfigError
 
 RECIPE = Path(__file__).parent / "data" / "complete.yaml"
 SPLIT = "policy.generation.colocated.enabled=false"
+IPC = "policy.generation.refit_transport=cuda_ipc"
 ENGINE_GPUS = "policy.generation.colocated.resources.gpus_per_node"
 ENGINE_NODES = "policy.generation.colocated.resources.num_nodes"
 # ``complete.yaml`` is deterministic, which is a promise about CPUs.
@@ -103,6 +104,11 @@ def test_bundles_that_no_single_worker_could_share_are_counted_once():
             r"replicas.*is 2, but 3 GPUs of the engines, 1 each, are 3; expected 3 or null",
         ),
         ((GPU, "cluster.gpus_per_node=2"), r"leaves the policy 2 GPUs, all but one of them idle"),
+        ((IPC,), r"refit_transport.*'cuda_ipc' needs a GPU, and cluster\.gpus_per_node is 0; expected 'auto'"),
+        (
+            (GPU, SPLIT, "cluster.gpus_per_node=2", f"{ENGINE_GPUS}=1", IPC),
+            r"refit_transport.*needs engines on the policy's GPU, and .*colocated\.enabled is false",
+        ),
     ],
 )
 def test_what_cannot_be_placed_is_refused_with_the_keys_and_the_way_out(overrides, said):

@@ -227,7 +227,7 @@ def test_more_failures_than_a_step_may_have_end_the_run_at_once(lab):
 def test_a24_a_run_that_refills_and_is_killed_goes_on_with_the_same_prompts(lab):
     trouble = {**TROUBLE, "share": 0.9, "lasting": 0.9, "seed": 7}
     arguments = ("grpo.max_num_steps=4", "rollouts.max_infra_attempts=1", "rollouts.on_short_group=refill")
-    arguments += ("rollouts.call_timeout_s=1.0", "rollouts.max_skipped_steps=9")
+    arguments += ("rollouts.call_timeout_s=3.0", "rollouts.max_skipped_steps=9")
     whole = lab.train("refilled", *arguments, trouble=trouble)
     assert whole.code == 0, whole.output
     refilled = [metrics["groups/refilled"] for metrics in lab.metrics("refilled")]

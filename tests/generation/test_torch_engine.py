@@ -271,10 +271,14 @@ async def test_a_second_turn_computes_only_its_new_tokens_and_answers_as_a_fresh
 
 
 async def test_abort_returns_what_was_sampled_so_far(engine: TorchEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    slow_down(engine, monkeypatch, 0.02)
+    slow_down(engine, monkeypatch, 0.05)
     # There are 8 rows, so four requests are still waiting when they are aborted.
-    tasks = [asyncio.create_task(engine.generate([i], Sampling(120), f"r{i}")) for i in range(1, 13)]
-    await asyncio.sleep(0.2)
+    begun = [asyncio.Event() for _ in range(12)]
+    tasks = [
+        asyncio.create_task(engine.generate([i], Sampling(120), f"r{i}", lambda *_, event=event: event.set()))
+        for i, event in enumerate(begun, 1)
+    ]
+    await asyncio.wait_for(asyncio.gather(*(event.wait() for event in begun[:8])), 30)
     for i in range(1, 13):
         engine.abort(f"r{i}")
     engine.abort("never seen")
@@ -397,11 +401,12 @@ async def test_the_same_weights_change_nothing(engine: TorchEngine, folder_of: C
 async def test_weights_that_arrive_mid_request_apply_to_its_next_tokens(
     engine: TorchEngine, folder_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    slow_down(engine, monkeypatch, 0.01)
+    slow_down(engine, monkeypatch, 0.02)
     snapshot = snapshot_of(folder_of("llama"), change=0.1)
     prompt = random_prompts(1, 10, 10)[0]
-    task = asyncio.create_task(engine.generate(prompt, Sampling(100, temperature=0), "r"))
-    await asyncio.sleep(0.1)
+    begun = asyncio.Event()
+    task = asyncio.create_task(engine.generate(prompt, Sampling(100, temperature=0), "r", lambda *_: begun.set()))
+    await asyncio.wait_for(begun.wait(), 30)
     await asyncio.to_thread(engine.pause, 10)
     assert not task.done()
     engine.load_weights(snapshot, 1)
@@ -521,13 +526,13 @@ async def test_close_fails_requests_in_flight_and_refuses_new_ones(folder_of: Ca
 async def test_a_pause_that_does_not_come_names_the_step_it_waited_for(
     engine: TorchEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    begun = slow_down(engine, monkeypatch, 0.5)
+    begun = slow_down(engine, monkeypatch, 3.0)
     task = asyncio.create_task(engine.generate([1, 2, 3], Sampling(1), "r"))
     await asyncio.to_thread(begun.wait, 10)
     with pytest.raises(InfraError, match=r"pause waited 0\.1 s .* step of 1 rows and 3 tokens has been running"):
         await asyncio.to_thread(engine.pause, 0.1)
     # The engine was not left paused.
-    assert len((await asyncio.wait_for(task, 10)).token_ids) == 1
+    assert len((await asyncio.wait_for(task, 30)).token_ids) == 1
 
 
 # ------------------------------------------------------------------ start

@@ -33,6 +33,8 @@ VERDICTS = {
     "components-do-not-sum": '{"reward": 1.0, "reward_components": {"a": 0.4, "b": 0.5}}',
     "component-is-null": '{"reward": 1.0, "reward_components": {"a": null}}',
     "components-are-a-list": '{"reward": 1.0, "reward_components": [1.0]}',
+    "explains": '{"reward": 1, "extracted_answer": "4", "checks": [true, false], "response": {"output": ["x", null]}}',
+    "mask-is-a-number": '{"reward": 0.0, "mask_sample": 1}',
     "masked": '{"reward": 0.0, "mask_sample": true, "failure_kind": "judge_unreachable", "failure_reason": "no judge"}',
     "not-json": "reward=1.0",
     "a-number": "1.0",
@@ -230,6 +232,11 @@ class Process:
     @property
     def exit_code(self) -> int | None:
         return self._process.poll()
+
+    def kill(self) -> None:
+        """SIGKILL; safe twice."""
+        self._process.kill()
+        self._process.wait(timeout=10)
 
     def stop(self) -> None:
         with contextlib.suppress(OSError):

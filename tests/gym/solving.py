@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import socket
 import subprocess
 from contextlib import ExitStack
-from pathlib import Path
 
 import pytest
 
@@ -16,6 +14,8 @@ from gymloop.serving.server import GenerationServer
 from gymloop.tokens import Renderer
 from gymloop.tokens.reply import reply_reader
 from toys import BASE, build_toy, text_ids
+
+from .nemo.real import real_gym
 
 END = 2  # <|im_end|> of the toy family q
 
@@ -47,14 +47,11 @@ class SolvingEngine:
 @pytest.fixture(scope="module", name="gym")
 def driven_gym() -> Installation:
     """RunHelper wants the Python that NeMo Gym asks for."""
-    own = os.environ.get("GYMLOOP_TEST_GYM")
-    if not own:
-        pytest.skip("GYMLOOP_TEST_GYM names no environment with NeMo Gym on Python 3.13")
-    found = Installation.at(Path(own))
+    found = real_gym()
     version = subprocess.run([found.python, "-c", "import sys; print(sys.version_info >= (3, 13))"],
                              capture_output=True, text=True, timeout=60, check=True).stdout.strip()  # fmt: skip
     if version != "True":
-        pytest.skip(f"{own} has a Python before 3.13, on which RunHelper is not supported")
+        pytest.skip(f"{found.folder} has a Python before 3.13, on which RunHelper is not supported; see GYM_PYTHON")
     return found
 
 

@@ -73,15 +73,16 @@ async def test_a_server_that_comes_later_is_waited_for():
         await waiting
 
 
-async def test_a_server_that_hangs_does_not_get_ready_in_time():
+async def test_a_server_that_hangs_does_not_get_ready_in_time(monkeypatch):
+    monkeypatch.setattr(attached, "_PAUSE_S", 1.5)  # what is left of the deadline when it gives up
     async with answering(hangs=True) as port:
         began = time.monotonic()
-        with pytest.raises(InfraError, match="did not answer within 1 s: GET /healthz was not answered"):
-            await at(port).ready(1.0)
-        assert time.monotonic() - began < 1.0, "before the startup task's own deadline"
+        with pytest.raises(InfraError, match="did not answer within 4 s: GET /healthz was not answered"):
+            await at(port).ready(4.0)
+        assert time.monotonic() - began < 4.0, "before the startup task's own deadline"
 
 
-async def test_a_short_restart_is_no_death(quickly):
+async def test_a_short_restart_is_no_death():
     async with answering() as port:
         pass
     checking = asyncio.create_task(at(port).check())
@@ -91,11 +92,12 @@ async def test_a_short_restart_is_no_death(quickly):
 
 
 async def test_health_names_a_server_that_is_gone_and_one_that_is_silent(quickly):
-    hanging = False
+    hanging, asked = False, asyncio.Event()
 
     async def healthz(request):
         if hanging:
             await asyncio.sleep(3600)
+        asked.set()
         return web.Response()
 
     app = web.Application()
@@ -106,7 +108,7 @@ async def test_health_names_a_server_that_is_gone_and_one_that_is_silent(quickly
     part = at(runner.addresses[0][1])
     silent, gone = Health(0.05, 0.5), Health(0.05, 60.0)
     silent.watch(part)
-    await asyncio.sleep(0.3)
+    await asyncio.wait_for(asked.wait(), 10)
     hanging = True
     with pytest.raises(InfraError, match=r"sums at \S+ does not respond.*: connections are accepted"):
         await asyncio.wait_for(silent.failed(), 5)

@@ -20,7 +20,7 @@ from calculator_server import rows as calculator_rows
 from gymloop.gym.calculator import Calculator
 from gymloop.gym.serve.app import EnvironmentApp
 from gymloop.gym.serve.run import Play
-from gymloop.gym.serve.server import EnvironmentServer
+from gymloop.gym.serve.server import environment_server
 from gymloop.gym.session import InProcessSource
 from gymloop.lifeline import reaped
 
@@ -134,7 +134,7 @@ def test_the_collector_drives_a_served_environment(gym, model, tmp_path):
     server = model(solutions)
     held = socket.create_server(("127.0.0.1", 0))
     at = held.getsockname()[:2]
-    served = EnvironmentServer(held, EnvironmentApp(source, at, Play(server.url, "toy")))
+    served = environment_server(held, EnvironmentApp(source, at, Play(server.url, "toy")))
     served.start()
     try:
         done = drive(gym, tmp_path, {"rows": rows, "head": {"host": at[0], "port": at[1]}})

@@ -17,7 +17,8 @@ from gymloop.rollouts.trajectory import segments
 from .misbehaving import misbehaving
 from .scripted import Say, ScriptedModel, serving
 
-TERMS = Terms(max_turns=4, max_tokens=8, call_timeout_s=1.0, deadline_s=5.0, rollout_id="g/0", seed=5)
+CALL_S = 3.0
+TERMS = Terms(max_turns=4, max_tokens=8, call_timeout_s=CALL_S, deadline_s=5.0, rollout_id="g/0", seed=5)
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +31,7 @@ def server():
 async def playing(url, says):
     async with (
         serving(ScriptedModel({"hi": says})) as client,
-        HttpServer(url, call_timeout_s=1.0) as http,
+        HttpServer(url, call_timeout_s=CALL_S) as http,
     ):
         yield Gymnasium("game", http), client
 
@@ -68,7 +69,7 @@ async def test_rewards_are_summed_until_the_episode_ends_and_observations_are_us
 
 async def test_the_first_observation_follows_the_rows_messages(server):
     script = ScriptedModel({"hi": ["hit", "stand"]})
-    async with serving(script) as client, HttpServer(server.url, call_timeout_s=1.0) as http:
+    async with serving(script) as client, HttpServer(server.url, call_timeout_s=CALL_S) as http:
         await Gymnasium("game", http).play(row("first"), client, Conversation(), TERMS)
     assert [message["content"] for message in script.requests[0]["messages"]] == ["hi", "go"]
 
@@ -84,7 +85,7 @@ async def test_an_episode_that_offers_close_is_closed_also_after_a_failure(serve
 
 async def test_an_episode_that_is_cancelled_is_closed(server):
     script = ScriptedModel({"hi": [Say("hit", delay=30.0)]})
-    async with serving(script) as client, HttpServer(server.url, call_timeout_s=1.0) as http:
+    async with serving(script) as client, HttpServer(server.url, call_timeout_s=CALL_S) as http:
         task = asyncio.create_task(
             Gymnasium("game", http).play(row("cancelled", closes=True), client, Conversation(), TERMS)
         )
@@ -132,7 +133,7 @@ async def test_f13_a_fault_ends_the_attempt_and_no_step_is_taken_twice(server, f
     async with playing(server.url, ["hit", "stand"]) as (agent, model):
         with pytest.raises(InfraError, match=f"{server.url}/") as caught:
             await agent.play(row(fault, fault), model, conversation, TERMS)
-    assert time.monotonic() - began < 3
+    assert time.monotonic() - began < 10
     assert caught.value.cause == cause
     assert conversation.where == f"environment game, {'step' if fault.startswith('step') else 'reset'}"
     assert server.log()[fault].count("step") <= 1

@@ -19,7 +19,7 @@ from gymloop.rollouts.trajectory import as_record
 from .misbehaving import misbehaving
 from .scripted import ScriptedModel, serving
 
-CALL_S = 1.0
+CALL_S = 2.0
 LIMITS = Rollouts(call_timeout_s=CALL_S, deadline_s=3 * CALL_S, max_infra_attempts=3)
 GRPO = Grpo(
     num_prompts_per_step=2,
@@ -36,7 +36,7 @@ EIGHT = {
     "x3": ("verify hangs", 1.0),
     "y0": ("verify cuts", 1.0),
     "y1": ("verify html", 1.0),
-    "y2": (f"seed is-slow {0.7 * CALL_S}", 1.0),
+    "y2": (f"seed is-slow {0.2 * CALL_S}", 1.0),
     "y3": ("once verify busy 0.3", 1.0),
 }
 
@@ -117,7 +117,7 @@ async def test_f13_each_fault_of_an_environment_server_costs_its_own_rollouts(se
 async def test_f13_a_tool_that_fails_ends_the_attempt_and_nothing_of_it_reaches_the_model(server, fault):
     model = ScriptedModel({"hi": [CALL, "end"]})
     name = f"f13 {fault}"
-    async with serving(model) as client, HttpSource("env", server.url, call_timeout_s=0.4) as source:
+    async with serving(model) as client, HttpSource("env", server.url, call_timeout_s=1.5) as source:
         collector = Collector({"env": source}, client, LIMITS, max_turns=3, max_tokens=8)
         (group,) = await collector.gather([RolloutTask("a", 0, row(name, fault))])
     (failure,) = group.failures

@@ -2,20 +2,23 @@
 
 import asyncio
 import contextlib
-import socket
 import threading
 import time
+from datetime import UTC, datetime, timedelta
+from email.utils import format_datetime
 
 import pytest
 
 from gymloop.errors import ConfigError, DataError, InfraError
 from gymloop.gym.contract import ROLLOUT_SEED
+from gymloop.gym.deadline import retry_after_s
 from gymloop.gym.http import Cookies
 from gymloop.gym.http_source import HttpSource
+from gymloop.startup import hold_socket
 
 from .misbehaving import Process, misbehaving
 
-CALL_S = 1.0
+CALL_S = 3.0
 RESPONSE = {"object": "response", "status": "completed", "incomplete_details": None, "output": []}
 
 
@@ -63,7 +66,6 @@ async def test_a_session_is_seed_tools_verify_close_and_the_cookies_come_back_as
     assert bodies["tool"] == {"city": "Oslo"}
     assert {key: bodies["verify"][key] for key in row("", "")} == row("fine"), "verify gets the row"
     assert bodies["verify"]["response"]["output"] == []
-    assert session.result["reward"] == 0.25
 
 
 async def test_sessions_at_once_keep_their_cookies_apart(server):
@@ -77,6 +79,13 @@ async def test_components_that_sum_are_the_verdicts(server):
     async with opened(server.url) as source:
         verdict, _, _ = await play(source, row("parts", "good-components"))
     assert verdict.components == {"a": 0.25, "b": 0.75}
+    assert verdict.details == {}, "what it repeats of the row is no detail"
+
+
+async def test_what_the_server_adds_is_kept_as_details(server):
+    async with opened(server.url) as source:
+        verdict, _, _ = await play(source, row("details", "explains"))
+    assert verdict.details == {"extracted_answer": "4", "checks": [True, False]}
 
 
 BUNDLED = {
@@ -92,16 +101,13 @@ BUNDLED = {
 
 
 @pytest.mark.parametrize("send", [False, True])
-async def test_token_ids_stay_here_unless_asked_for_and_are_in_the_result(server, send):
+async def test_token_ids_stay_here_unless_asked_for(server, send):
     name = f"tokens-{send}"
     async with opened(server.url, send_token_ids=send) as source:
         session = await source.seed_session(row(name))
         await session.verify({**RESPONSE, "output": [BUNDLED]})
     (seen,) = server.bodies(name)["verify"]["response"]["output"]
     assert ("prompt_token_ids" in seen) is send
-    (item,) = session.result["response"]["output"]
-    assert item["prompt_token_ids"] is BUNDLED["prompt_token_ids"], "by reference"
-    assert item["generation_log_probs"] == (-0.5,)
     assert BUNDLED["generation_token_ids"] == (3,), "the conversation is left as it was"
 
 
@@ -117,6 +123,7 @@ VERDICT_FAULTS = {
     "components-do-not-sum": "reward 1.0 but its components sum to 0.9",
     "component-is-null": "reward_components: a is None",
     "components-are-a-list": r"reward_components is \[1.0\]; expected an object",
+    "mask-is-a-number": "mask_sample is 1; expected true or false",
     "not-json": "not JSON .*reward=1.0",
     "a-number": "expected a JSON object",
     "empty": "not JSON .*an empty body",
@@ -141,7 +148,7 @@ async def test_a_reward_that_the_server_calls_no_measurement_is_its_failure(serv
 
 
 FAULTS = {
-    "hangs": ("timeout", "no reply within 1 s"),
+    "hangs": ("timeout", "no reply within 3 s"),
     "cuts": ("disconnect", "lost the connection"),
     "closes": ("disconnect", "lost the connection"),
     "says 500": ("server_error", "500"),
@@ -153,7 +160,7 @@ FAULTS = {
     "is-not-utf8": ("bad_reply", "not JSON|not UTF-8"),
     "is-empty": ("bad_reply", "empty body"),
     "is-long 3000000": ("bad_reply", "over 1000000 bytes"),
-    "busy 30": ("busy", "still 429 after .* asks to wait 30 s more; the call has 1 s"),
+    "busy 30": ("busy", "still 429 after .* asks to wait 30 s more; the call has 3 s"),
     "loses-the-session": ("server_error", "the server lost the session"),
 }
 
@@ -167,7 +174,7 @@ async def test_f13_each_fault_on_each_route_is_a_typed_failure_that_names_server
     async with opened(server.url, max_reply_bytes=1_000_000) as source:
         with pytest.raises(InfraError, match=said) as caught:
             await play(source, row(name, name))
-    assert time.monotonic() - began < CALL_S + 2
+    assert time.monotonic() - began < CALL_S + 6
     assert caught.value.cause == cause
     assert f"{server.url}/{ {'seed': 'seed_session', 'tool': 'wx', 'verify': 'verify'}[route] }" in str(caught.value)
     log = server.log()[name]
@@ -191,7 +198,7 @@ async def test_busy_for_ever_ends_with_the_call(server):
         with pytest.raises(InfraError, match="still 429") as caught:
             await play(source, row("busy-for-ever", "seed busy 0.3"))
     assert caught.value.cause == "busy"
-    assert 2 <= server.log()["busy-for-ever"].count("seed") <= 4
+    assert 2 <= server.log()["busy-for-ever"].count("seed") <= 11
 
 
 @pytest.mark.parametrize(("route", "repeated"), [("seed", True), ("tool", False), ("verify", False)])
@@ -261,16 +268,15 @@ async def test_a_seed_of_30_s_is_waited_for_where_the_call_has_the_time_and_othe
 
 
 async def test_a_server_that_refuses_is_named_within_its_time_and_found_when_it_comes_back():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    with hold_socket(18000, 18999) as held:  # outside the range from which the kernel gives ports to others
+        port = held.getsockname()[1]
     url = f"http://127.0.0.1:{port}"
     async with opened(url, call_timeout_s=20.0, refused_s=0.6) as source:
         began = time.monotonic()
-        with pytest.raises(InfraError, match=rf"{url}/seed_session: no connection for 0\.\d s") as caught:
+        with pytest.raises(InfraError, match=rf"{url}/seed_session: no connection for \d\.\d s") as caught:
             await source.seed_session(row("refused"))
         assert caught.value.cause == "disconnect"
-        assert time.monotonic() - began < 2
+        assert time.monotonic() - began < 10
     started = []
     thread = threading.Thread(target=lambda: started.append(Process(port)))
     try:
@@ -295,9 +301,9 @@ async def test_a_tool_call_is_not_repeated_on_a_server_that_died():
             began = time.monotonic()
             with pytest.raises(InfraError, match="/wx: no connection"):
                 await session.call_tool("wx", {})
-            with pytest.raises(InfraError, match="/verify: no connection"):
+            with pytest.raises(InfraError, match="/verify: the session is lost, since its server has died"):
                 await session.verify(RESPONSE)
-            assert time.monotonic() - began < 2, "the session went with the server: there is nothing to wait for"
+            assert time.monotonic() - began < 4.5, "the session went with the server: there is nothing to wait for"
 
 
 @pytest.mark.parametrize("status", [404, 405, 422])
@@ -336,3 +342,15 @@ def test_cookies_are_what_the_server_set_and_nothing_of_their_attributes():
     for header in ('S___x="a=b=="; Path=/; HttpOnly', "route = r1 ;Secure", "no-equals-sign", "S___x=new; Max-Age=9"):
         cookies.take(header)
     assert cookies.header() == "S___x=new; route=r1"
+
+
+def test_retry_after_may_be_a_date():
+    at = format_datetime(datetime.now(UTC) + timedelta(seconds=30), usegmt=True)
+    assert 25 < retry_after_s(at) <= 30
+    assert retry_after_s(format_datetime(datetime.now(UTC) - timedelta(days=1), usegmt=True)) == 0.05
+    assert (retry_after_s("7"), retry_after_s("soon"), retry_after_s("inf"), retry_after_s(None)) == (
+        7,
+        None,
+        None,
+        None,
+    )

@@ -66,6 +66,7 @@ async def test_a_good_reply_becomes_a_turn():
         ("message.tool_calls", [{"id": 1}], "has unreadable tool_calls"),
         ("weight_versions", del_, "has no weight_versions"),
         ("finish_reason", "content_filter", "has finish_reason 'content_filter'"),
+        ("finish_reason", [], "has finish_reason []"),
         ("finish_reason", "abort", "was aborted by the engine"),
     ],
 )
@@ -110,14 +111,14 @@ async def test_a_server_that_never_gets_ready_is_given_up_within_the_bound():
     start = time.monotonic()
     with pytest.raises(InfraError, match=r"still 503 after 0\.3 s: loading weights"):
         await ask(loading, ready_timeout_s=0.3)
-    assert time.monotonic() - start < 3
+    assert time.monotonic() - start < 10
 
 
 async def test_a_reply_that_does_not_come_is_an_infra_error_within_the_timeout():
     start = time.monotonic()
     with pytest.raises(InfraError, match=r"no reply within 0\.2 s"):
         await ask(Say("ok", delay=20), call_timeout_s=0.2)
-    assert time.monotonic() - start < 3
+    assert time.monotonic() - start < 10
 
 
 async def test_no_server_is_an_infra_error_that_names_the_url():

@@ -1,6 +1,7 @@
 """The remote agent: turns come from the bundles on an agent server's output items, or the rollout fails by name."""
 
 import copy
+from dataclasses import replace
 
 import pytest
 
@@ -13,7 +14,7 @@ from gymloop.rollouts.trajectory import segments
 
 from .misbehaving import misbehaving
 
-TERMS = Terms(max_turns=4, max_tokens=64, call_timeout_s=1.0, deadline_s=1.5, rollout_id="g/0")
+TERMS = Terms(max_turns=4, max_tokens=64, call_timeout_s=1.0, deadline_s=10.0, rollout_id="g/0")
 SAMPLING = {"train": {"temperature": 1.0, "top_p": 1.0}, "validation": {"temperature": 0.0}}
 
 
@@ -141,6 +142,11 @@ BAD = {
         lambda _, out: out[5].update(generation_log_probs=[None]),
         r"output\[5\]: reply has generation_log",
     ),
+    "a bundle that is a number": (
+        lambda _, out: out[5].update(generation_token_ids=5),
+        r"output\[5\].generation_token_ids is no list",
+    ),
+    "a type that is no text": (lambda _, out: out[5].update(type=[]), r"output\[5\] has type \[\]; expected text"),
     "no output": (lambda reply, _: reply["response"].pop("output"), "has no response.output"),
     "empty output": (lambda _, out: out.clear(), "response.output has no model call"),
     "no response": (lambda reply, _: reply.pop("response"), "has no response.output"),
@@ -170,6 +176,25 @@ async def test_a_full_context_behind_good_turns_is_truncated_and_makes_no_turn(s
     assert conversation.truncated
 
 
+@pytest.mark.parametrize("content", [None, [], [{"type": "output_text"}], [{"type": "output_text", "text": ""}]])
+async def test_a_last_message_that_says_nothing_in_whatever_form_is_no_turn(server, content):
+    def fill(reply, out):
+        out[5] = message("", content=content)
+        reply["response"]["incomplete_details"] = {"reason": "max_output_tokens"}
+
+    _, conversation = await play(server, f"nothing {content}", changed(fill))
+    assert len(conversation.turns) == 1
+
+
+async def test_a_refusal_without_its_tokens_is_a_call_without_its_bundle(server):
+    def fill(reply, out):
+        out[5] = message("", content=[{"type": "refusal", "refusal": "I will not"}])
+        reply["response"]["incomplete_details"] = {"reason": "max_output_tokens"}
+
+    with pytest.raises(InfraError, match="ends a model call and has no"):
+        await play(server, "refusal", changed(fill))
+
+
 async def test_a_first_prompt_beyond_the_context_costs_its_row(server):
     def fill(reply, out):
         out[:] = [message("")]
@@ -197,8 +222,9 @@ async def test_a_cut_last_turn_ends_by_length(server):
     ],
 )
 async def test_f13_a_fault_is_a_typed_failure_and_the_rollout_is_not_run_twice(server, fault, cause):
+    terms = replace(TERMS, deadline_s=1.5) if fault == "run hangs" else TERMS
     with pytest.raises(InfraError, match="/run: ") as caught:
-        await play(server, fault, GOOD, fault)
+        await play(server, fault, GOOD, fault, terms)
     assert caught.value.cause == cause
     assert server.log()[fault] == ["run"]
 

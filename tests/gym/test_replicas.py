@@ -90,7 +90,7 @@ async def test_every_turn_of_a_rollout_is_played_on_the_replica_of_its_first():
 
 
 async def test_the_load_is_spread_evenly():
-    script = {"p": [Say("done", delay=0.3)]}
+    script = {"p": [Say("done", delay=1.0)]}
     models = [ScriptedModel(script), ScriptedModel(script)]
     async with replicas(*models) as (opened, _):
         await collector(opened).gather(expand([("g", row("p"))], 10))

@@ -7,7 +7,6 @@ import json
 import os
 import re
 import signal
-import socket
 import time
 
 import pytest
@@ -15,6 +14,7 @@ import yaml
 
 import forked
 from calculator_server import rows, serving, write_rows
+from gymloop.startup import hold_socket
 
 from .misbehaving import misbehaving
 
@@ -118,7 +118,8 @@ def test_a16_a_run_trains_on_an_environment_behind_http_with_tool_calls(lab):
 
 
 def free_port():
-    with socket.create_server(("127.0.0.1", 0)) as held:
+    """Outside the range from which the kernel gives ports to others meanwhile."""
+    with hold_socket(18000, 18999) as held:
         return held.getsockname()[1]
 
 

@@ -63,8 +63,16 @@ def test_a_finished_rollout_is_the_run_reply_of_an_agent_server_and_ours():
 
 
 def test_a_truncated_rollout_says_so_as_a_response_does():
-    response = finished(truncated=True)["response"]
+    response = finished(truncated=True, cut=True)["response"]
     assert (response["status"], response["incomplete_details"]) == ("incomplete", {"reason": "max_output_tokens"})
+    out_of_turns = finished(truncated=True)["response"]
+    assert (out_of_turns["status"], out_of_turns["incomplete_details"]) == ("completed", None)
+
+
+def test_what_else_the_environment_said_is_in_the_result():
+    result = finished(details={"extracted_answer": "4", "_ng_rollout_index": 9})
+    assert (result["extracted_answer"], result["_ng_rollout_index"]) == ("4", 0)
+    assert "details" not in result["gymloop"]
 
 
 def test_a_rollout_without_token_ids_has_tokens_null():

@@ -76,7 +76,7 @@ def flaky(prompt: str, **fields) -> dict:
 
 
 @contextlib.asynccontextmanager
-async def collecting(scripts, *, call_timeout_s=0.5, deadline_s=5.0, max_concurrency=8, attempts=3, **options):
+async def collecting(scripts, *, call_timeout_s=1.5, deadline_s=5.0, max_concurrency=8, attempts=3, **options):
     sources = {
         "flaky": InProcessSource("flaky", Flaky, {"log": {}}),
         "weather": InProcessSource("weather", Weather, {"log": []}),
@@ -131,7 +131,7 @@ async def test_f13_one_flaky_environment_costs_only_its_own_rollouts():
     async with collecting({f"{group}{sample}": ["end"] for group in "XY" for sample in range(4)}) as (collector, _):
         groups = await collector.gather(tasks, on_rollout=lambda rollout, done: seen.append(done))
         log = log_of(collector, "flaky")
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < 15
     assert seen == list(range(1, 9))
 
     x, y = groups
@@ -146,7 +146,7 @@ async def test_f13_one_flaky_environment_costs_only_its_own_rollouts():
     assert causes == {"x2": "raised", "x3": "timeout", "y0": "bad_reply", "y1": "bad_reply"}
     assert not any(hasattr(f, "reward") for f in failures.values())
     assert "RuntimeError: boom" in failures["x", 2].reason
-    assert "no answer within 0.5 s" in failures["x", 3].reason
+    assert "no answer within 1.5 s" in failures["x", 3].reason
     assert "returned nan" in failures["y", 0].reason
     assert "components sum to 0.9" in failures["y", 1].reason
     # A retry is a new session, every session is verified once at most, and every session is closed.
@@ -246,7 +246,7 @@ async def test_concurrency_is_bounded_and_used():
 
 
 async def test_a14_records_come_as_they_finish():
-    scripts = {"slow": [Say("end", delay=0.3)], "fast": ["end"]}
+    scripts = {"slow": [Say("end", delay=1.0)], "fast": ["end"]}
     tasks = [RolloutTask("a", 0, weather_row("slow")), RolloutTask("b", 0, weather_row("fast"))]
     async with collecting(scripts) as (collector, _):
         order = [rollout.group_id async for rollout in collector.collect(tasks)]

@@ -20,7 +20,7 @@ from gymloop.rollouts.trajectory import as_record
 
 from .misbehaving import misbehaving, prompt_row
 
-CALL_S = 1.0
+CALL_S = 2.0
 GRPO = Grpo(
     num_prompts_per_step=2,
     num_generations_per_prompt=4,
@@ -63,7 +63,7 @@ def eight(step):
             f"{group}-{step}",
             sample,
             prompt_row(
-                f"{fault} {step}", "counting", reward=reward, slow_seed=0.8 * CALL_S if fault == "slow-seed" else 0.0
+                f"{fault} {step}", "counting", reward=reward, slow_seed=0.2 * CALL_S if fault == "slow-seed" else 0.0
             ),
         )
         for group, members in rows.items()

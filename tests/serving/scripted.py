@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
 import orjson
@@ -100,6 +101,19 @@ class Served:
 
     def chat(self, messages: list, headers: dict | None = None, **body) -> dict:
         return self.ok("/v1/chat/completions", headers, messages=messages, **body)
+
+    def connected(self) -> socket.socket:
+        """A bare connection."""
+        url = urlsplit(self.server.url)
+        return socket.create_connection((url.hostname, url.port), timeout=20)
+
+    def leave(self) -> None:
+        """Ask for a turn, and go away once the engine has the prompt."""
+        body = orjson.dumps({"messages": [USER]})
+        head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+        with self.connected() as sock:
+            sock.sendall(head + b"content-length: %d\r\n\r\n" % len(body) + body)
+            until(lambda: self.engine.prompts)
 
     def refused(
         self, status: int, headers: dict | None = None, route: str = "/v1/chat/completions", **body

@@ -6,7 +6,6 @@ import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
 
-import httpx
 import pytest
 
 from gymloop.serving.limits import Limits
@@ -15,7 +14,7 @@ from .scripted import TOOL, USER, WX, Served, until
 
 
 def raw(served: Served, data: bytes) -> socket.socket:
-    sock = socket.create_connection(served.server._local, timeout=20)
+    sock = served.connected()
     sock.sendall(data)
     return sock
 
@@ -78,7 +77,7 @@ def test_counts_are_bounded(serve, fields, code, param):
 
 
 def test_a_body_that_does_not_come_is_408(serve):
-    served = serve(limits=Limits(body_timeout_s=0.3))
+    served = serve(limits=Limits(body_timeout_s=1.5))
     sock = raw(served, HEAD + b'content-length: 100\r\n\r\n{"mess')
     until(lambda: served.server.active_requests == 1)
     status, text = reply(sock)
@@ -94,9 +93,9 @@ def test_headers_that_do_not_come_are_408(serve, begun):
 
 
 def test_an_idle_connection_may_send_a_second_request(serve):
-    served = serve(limits=Limits(header_timeout_s=0.3))
+    served = serve(limits=Limits(header_timeout_s=1.0))
     assert served.client.get("/readyz").status_code == 200
-    time.sleep(0.6)
+    time.sleep(2.0)
     assert served.client.get("/readyz").status_code == 200
     served.say("4C.", 2)
     served.engine.hold = None
@@ -114,8 +113,7 @@ def test_a_client_that_leaves_in_the_middle_of_its_body_frees_its_slot(serve):
 
 def test_a_client_that_leaves_while_the_engine_works_frees_its_slot(serve):
     served = serve()
-    with pytest.raises(httpx.ReadTimeout):
-        httpx.post(f"{served.server.url}/chat/completions", json={"messages": [USER]}, timeout=0.5, trust_env=False)
+    served.leave()
     assert served.engine.cancelled.wait(5)
     until(lambda: served.server.active_requests == 0)
     assert served.engine.aborted == served.engine.request_ids
@@ -251,6 +249,7 @@ def test_metrics_count_what_was_served(serve):
     served.say("4C.", 2)
     served.stream(messages=[USER])
     served.refused(400, temperature=0.5)
+    until(lambda: served.metric("gymloop_requests_in_flight") == 0)  # a stream is counted after its last byte
     assert served.metric('gymloop_requests_total{route="/v1/chat/completions",status="200"}') == 2
     assert served.metric('gymloop_requests_total{route="/v1/chat/completions",status="400"}') == 1
     assert served.metric('gymloop_refusals_total{code="off_profile"}') == 1

@@ -206,7 +206,7 @@ def test_a_stream_of_a_cut_turn_ends_incomplete(served):
 
 
 def test_a_failure_in_the_middle_of_events_is_an_error_event(serve):
-    served = serve(request_timeout_s=0.3)
+    served = serve(request_timeout_s=2.0)
     served.engine.hold = 2
     served.say("4C. and more", 2)
     response = served.post("/v1/responses", input="hi", stream=True)

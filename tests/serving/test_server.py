@@ -507,7 +507,7 @@ def test_a_request_that_is_nested_beyond_the_stack_is_refused(serve):
 
 
 def test_a_request_that_takes_too_long_is_504_and_freed(serve):
-    served = serve(request_timeout_s=0.2)
+    served = serve(request_timeout_s=2.0)
     response = served.post(messages=[USER])
     assert (response.status_code, response.json()["error"]["code"]) == (504, "request_timeout")
     assert served.engine.cancelled.wait(5)
@@ -516,8 +516,7 @@ def test_a_request_that_takes_too_long_is_504_and_freed(serve):
 
 def test_a_client_that_goes_away_frees_its_slot(serve):
     served = serve()
-    with pytest.raises(httpx.ReadTimeout):
-        httpx.post(f"{served.server.url}/chat/completions", json={"messages": [USER]}, timeout=0.5, trust_env=False)
+    served.leave()
     assert served.engine.cancelled.wait(5)
 
 

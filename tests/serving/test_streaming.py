@@ -203,7 +203,7 @@ def test_a_client_that_leaves_in_the_middle_of_a_stream_frees_its_slot(serve):
 
 
 def test_a_stream_that_takes_too_long_ends_with_an_error_event(serve):
-    served = serve(request_timeout_s=0.3)
+    served = serve(request_timeout_s=2.0)
     served.engine.hold = 2
     served.say("4C. and more", 2)
     response = served.post(messages=[USER], stream=True)

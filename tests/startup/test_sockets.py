@@ -123,16 +123,16 @@ def test_a_range_or_host_that_cannot_work_is_refused(low, high, host, message):
 
 def test_a_range_that_is_full_names_who_holds_it():
     program = (
-        "import sys; from gymloop.startup import hold_socket; s = [hold_socket(24100, 24102) for _ in range(3)];"
+        "import sys; from gymloop.startup import hold_socket; s = [hold_socket(17100, 17102) for _ in range(3)];"
         "print('held', flush=True); sys.stdin.read()"
     )
     child = subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     try:
         assert child.stdout.readline() == "held\n"
         with pytest.raises(ConfigError) as caught:
-            hold_socket(24100, 24102)
+            hold_socket(17100, 17102)
     finally:
         child.communicate(timeout=10)
-    assert "no free port between 24100 and 24102 on 127.0.0.1: all 3 are taken, by " in str(caught.value)
+    assert "no free port between 17100 and 17102 on 127.0.0.1: all 3 are taken, by " in str(caught.value)
     assert f"(pid {child.pid})" in str(caught.value)
-    assert listeners(24100, 24102) == {}, "the child has ended"
+    assert listeners(17100, 17102) == {}, "the child has ended"

@@ -78,9 +78,13 @@ class Scene:
             self.health.watch(engine)
         self.fleet = Fleet(self.engines, self.models, self.health, on_death, self.said.append)
 
-    async def failure(self, within_s=1.0):
+    async def lost(self):
+        """Wait until a replica was given up; raises what has ended the run, where that was not all."""
+        async with asyncio.timeout(10):
+            while not self.models.buried:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
         with suppress(TimeoutError):
-            await asyncio.wait_for(self.health.failed(), within_s)
+            await asyncio.wait_for(self.health.failed(), 0.1)
 
     def end(self):
         for engine in self.engines:
@@ -90,7 +94,7 @@ class Scene:
 async def test_one_of_several_that_dies_is_named_killed_and_routed_around_and_the_run_goes_on():
     scene = Scene(3)
     scene.engines[1].dead = "engine-1 died during run"
-    await scene.failure(0.4)
+    await scene.lost()
     assert [engine.name for engine in scene.fleet.engines] == ["engine-0", "engine-2"]
     assert scene.models.buried == {"engine-1": "engine-1 died during run"}
     assert scene.engines[1].killed
@@ -101,7 +105,7 @@ async def test_one_of_several_that_dies_is_named_killed_and_routed_around_and_th
 async def test_the_last_one_ends_the_run_and_says_so():
     scene = Scene(2)
     scene.engines[0].dead = "engine-0 died"
-    await scene.failure(0.3)
+    await scene.lost()
     scene.engines[1].dead = "engine-1 died"
     with pytest.raises(InfraError, match=r"^engine-1 died; it was the last of 2 engine replicas$"):
         await asyncio.wait_for(scene.health.failed(), 5)

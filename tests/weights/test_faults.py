@@ -174,8 +174,8 @@ async def test_engines_that_have_mapped_the_weights_of_a_policy_that_is_killed_h
     for engine in engines:
         await engine.call("hold", 2, timeout=60)
     sync = asyncio.ensure_future(sync_weights(policy, engines, 0, 60, settings("shared_memory")))
-    await until(tmp_path / "held")
-    await asyncio.sleep(1.0)  # the other one as well
+    for engine in engines:
+        await until(tmp_path / f"held-{engine.process.pid}")
     policy.signal(signal.SIGKILL)
     (tmp_path / "go").touch()
     await expect_failure(sync, InfraError, "policy died")

@@ -51,13 +51,13 @@ def run(args: argparse.Namespace) -> int:
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", datefmt="%H:%M:%S")
         logging.getLogger("uvicorn").setLevel(logging.WARNING)
         from gymloop.gym.serve.app import Bounds, EnvironmentApp
-        from gymloop.gym.serve.server import EnvironmentServer
+        from gymloop.gym.serve.server import environment_server
 
         source = _source(args.entrypoint, args.name, kwargs)
         bounds = Bounds(
             max_sessions=args.max_sessions, session_idle_s=args.session_timeout, call_timeout_s=args.call_timeout
         )
-        server = EnvironmentServer(sock, EnvironmentApp(source, (host, port), _play(args), bounds))
+        server = environment_server(sock, EnvironmentApp(source, (host, port), _play(args), bounds))
         server.start()
         tools = ", ".join(source.environment.tool_specs) or "none"
         model = f", model {args.model_name} at {args.model_url}" if args.model_url else ""

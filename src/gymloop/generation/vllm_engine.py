@@ -1,14 +1,13 @@
 """vLLM as an engine, on its public API: token ids in, sampled ids with the logprobs of what they were drawn from out.
 
-VllmEngine              the public face: checks a call, waits for its outcome
+VllmEngine              the public face: starts vLLM, and takes requests to it
   ├ vllm/event_loop     the thread whose loop ``AsyncLLM`` lives on
-  ├ vllm/request        one call: vLLM's sampling parameters, its pieces, the caller's loop
+  ├ vllm/request        one request: vLLM's sampling parameters, its pieces, the caller's loop
+  ├ vllm/control        what is not a request: stand still, take weights, sleep
+  ├ vllm/life           dead of what, or closed; whatever waits ends with it
   ├ vllm/core           vLLM's processes: tied to this one, watched, the cause of their death
   ├ vllm/extension      runs inside vLLM's workers: weights in place
   └ vllm/support        which builds will do
-
-Nothing is sampled from half replaced weights: the scheduler stands still while they change, cached keys and values of
-the old weights are dropped and computed again, and an update that fails half way ends the engine.
 """
 
 from __future__ import annotations
@@ -17,33 +16,26 @@ import asyncio
 import concurrent.futures
 import itertools
 import logging
-import threading
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, TypeVar
-
-import torch
+from typing import Any, Literal
 
 from gymloop.errors import ConfigError, InfraError
 from gymloop.generation.capacity import text_config
 from gymloop.generation.engine import Sample, Sampling
 from gymloop.generation.vllm import extension, support
+from gymloop.generation.vllm.control import Control
 from gymloop.generation.vllm.core import EngineCore
 from gymloop.generation.vllm.event_loop import LoopThread
+from gymloop.generation.vllm.life import Life
 from gymloop.generation.vllm.request import OnTokens, Request, sampling_params
-from gymloop.generation.vllm.shared_bytes import SharedBytes
 from gymloop.generation.vocabulary import check_bias, checked_prompt
-from gymloop.weights.fit import check_fits
-from gymloop.weights.layout import Entry
 from gymloop.weights.source import WeightSource
 
-T = TypeVar("T")
 LOAD_LIMIT_S = 3600.0
 """Of one start; the startup task's deadline ends one that is stuck long before."""
 POLL_S = 0.5
-UPDATE_LIMIT_S = 600.0
-"""Of one weight update, and of any other call to vLLM's processes."""
 CLOSE_LIMIT_S = 10.0
 WATCH_S = 3.0
 """A child's death is seen by then."""
@@ -89,15 +81,9 @@ class VllmEngine:
         self._max_batch_size = max_batch_size
         self._seed = seed
         self._vocab = int(text_config(folder).vocab_size)
-        self._version = 0
         self._names = itertools.count()
         self._requests: dict[str, Request] = {}
-        self._paused = False
-        self._closed = False
-        self._dead: str | None = None
-        self._skeleton: Any = None
-        self._load_lock = threading.Lock()
-        self._weights = SharedBytes("gymloop-weights")
+        self._life = Life(self._give_up)
         self._core = EngineCore()
         self._loop = LoopThread("vllm-engine")
         try:
@@ -122,7 +108,8 @@ class VllmEngine:
         except BaseException:
             self.close()
             raise
-        self._core.watch(lambda what: self._loop.soon(self._die, what))
+        self._control = Control(self._llm, self._loop, self._life, self.build, folder)
+        self._core.watch(lambda what: self._loop.soon(self._life.die, what))
 
     def _loaded(self, start: concurrent.futures.Future[Any], on_loading: Callable[[str, int], None] | None) -> Any:
         until = time.monotonic() + LOAD_LIMIT_S
@@ -138,8 +125,6 @@ class VllmEngine:
         from vllm import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
-        self._gate = asyncio.Lock()
-        self._gone = asyncio.Event()
         try:
             llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**args))
         except Exception as error:  # vLLM raises many kinds; all of them say that it cannot start like this
@@ -159,7 +144,7 @@ class VllmEngine:
     @property
     def weight_version(self) -> int:
         """Version of the weights that the next token will be sampled with."""
-        return self._version
+        return self._control.version
 
     @property
     def queued(self) -> int:
@@ -173,10 +158,7 @@ class VllmEngine:
 
     def require_alive(self) -> None:
         """Raise InfraError, with the cause, where the engine is dead or closed."""
-        if self._dead is not None:
-            raise InfraError(f"the engine is dead: {self._dead}")
-        if self._closed:
-            raise InfraError("the engine was closed")
+        self._life.require()
 
     # ---------------------------------------------------------------- sampling
 
@@ -196,9 +178,10 @@ class VllmEngine:
         """
         self._check_sampling(sampling)
         prompt = checked_prompt(prompt_ids, request_id, self._vocab).tolist()
-        self._require_alive_for(request_id)
+        if self._life.over:
+            raise self._life.loss(request_id)
         if len(prompt) >= self._max_model_len:
-            return Sample((), (), "length", self._version, self._version)
+            return Sample((), (), "length", self.weight_version, self.weight_version)
         loop = asyncio.get_running_loop()
         limit = min(sampling.max_new_tokens, self._max_model_len - len(prompt))
         request = Request(request_id, prompt, sampling, limit, loop, loop.create_future(), on_tokens)
@@ -215,8 +198,8 @@ class VllmEngine:
         self._loop.soon(self._abort, request_id)
 
     def _admit(self, request: Request) -> None:
-        if self._dead is not None or self._closed:
-            request.fail(self._loss(request.request_id))
+        if self._life.over:
+            request.fail(self._life.loss(request.request_id))
             return
         if request.request_id in self._requests:
             request.fail(InfraError(f"request {request.request_id!r} is already in flight; request ids must be unique"))
@@ -244,7 +227,7 @@ class VllmEngine:
             reason = None
             async for output in self._llm.generate(_prompt(request.prompt), params, name):
                 piece = output.outputs[0]
-                request.take(piece.token_ids, _logprobs(piece), self._version)
+                request.take(piece.token_ids, _logprobs(piece), self.weight_version)
                 reason = piece.finish_reason or reason
                 if spans := getattr(output, "weight_versions", None) or getattr(piece, "weight_versions", None):
                     request.first_version, request.last_version = int(spans[0].version), int(spans[-1].version)
@@ -252,12 +235,12 @@ class VllmEngine:
                 raise InfraError(
                     f"request {request.request_id!r}: vLLM ended it with {reason!r}, which nobody asked for"
                 )
-            request.finish("stop" if reason == "stop" else "length", self._version)
+            request.finish("stop" if reason == "stop" else "length", self.weight_version)
         except asyncio.CancelledError:
             if request.aborted:
-                request.finish("abort", self._version)
-            elif self._dead is not None or self._closed:
-                request.fail(self._loss(request.request_id))
+                request.finish("abort", self.weight_version)
+            elif self._life.over:
+                request.fail(self._life.loss(request.request_id))
         except InfraError as error:
             request.fail(error)
         except Exception as error:  # noqa: BLE001  (vLLM's: its core died, or it could not serve this)
@@ -268,29 +251,22 @@ class VllmEngine:
 
     async def _told(self, request_id: str, error: Exception) -> InfraError:
         """vLLM's error as ours; a dead core's is told by the watch, which may need a moment more."""
-        if self._dead is None and self._llm.errored:
-            # bounded: by WATCH_S
-            await asyncio.wait({asyncio.ensure_future(self._gone.wait())}, timeout=WATCH_S)
-        if self._dead is not None:
-            return self._loss(request_id)
+        if not self._life.dead and self._llm.errored:
+            await self._life.told(WATCH_S)
+        if self._life.dead:
+            return self._life.loss(request_id)
         cause = error.__cause__ or error
         return InfraError(f"request {request_id!r} was lost: vLLM failed: {type(cause).__name__}: {cause}")
 
-    def _loss(self, request_id: str) -> InfraError:
-        why = f"the engine is dead: {self._dead}" if self._dead is not None else "the engine was closed"
-        return InfraError(f"request {request_id!r} was lost: {why}")
-
-    def _require_alive_for(self, request_id: str) -> None:
-        if self._dead is not None or self._closed:
-            raise self._loss(request_id)
-
-    def _die(self, what: str) -> None:
-        """A process of vLLM is gone; on the engine's loop."""
-        if self._dead is None:
-            self._dead = what
-            self._gone.set()
+    def _fail_all(self) -> None:
+        """The engine is over; on its loop."""
         for request in list(self._requests.values()):
-            request.fail(self._loss(request.request_id))  # vLLM may wait for its dead core before it lets go
+            request.fail(self._life.loss(request.request_id))
+
+    def _give_up(self) -> None:
+        """The engine is dead; on its loop. vLLM may wait for its dead core before it lets go of a request."""
+        self._fail_all()
+        for request in list(self._requests.values()):
             if request.task is not None:
                 request.task.cancel()
 
@@ -305,11 +281,11 @@ class VllmEngine:
         Raises:
             InfraError: the running step did not end in time (the engine then goes on), or the engine is dead.
         """
-        self._control(self._pause(), timeout, "pause", undo=self._resume)
+        self._control.pause(timeout)
 
     def resume(self) -> None:
         """Go on after ``pause``."""
-        self._control(self._resume(), UPDATE_LIMIT_S, "resume")
+        self._control.resume()
 
     def load_weights(self, source: WeightSource, version: int) -> None:
         """Replace every parameter in place; requests in flight go on with the new weights.
@@ -321,38 +297,30 @@ class VllmEngine:
             ConfigError: a parameter is missing, unknown, twice there, tied, or of another shape; nothing was changed.
             InfraError: the source ended early, and nothing was changed; or the engine is dead, maybe of this update.
         """
-        with self._load_lock:
-            self.require_alive()
-            check_fits(source, self._model_skeleton())
-            self._weights.reserve(source.nbytes)
-            for piece in source.pieces():
-                data = piece.values.detach().cpu().contiguous().view(torch.uint8).numpy()
-                self._weights.write(piece.entry.offset + piece.first_byte, data)
-            self._control(self._update(source.manifest, source.nbytes, version), UPDATE_LIMIT_S, "weight update")
+        self._control.load_weights(source, version)
 
     def sleep(self, level: int = 1) -> None:
         """Free device memory: level 1 drops the KV cache and offloads the weights, 2 drops both.
 
         A CPU build frees nothing and stands still until ``wake``.
         """
-        self._control(self._llm.sleep(level), UPDATE_LIMIT_S, "sleep")
+        self._control.sleep(level)
 
     def wake(self, tags: Sequence[str] | None = None) -> None:
         """Take memory again: ``weights``, then, after a sync, ``kv_cache``; None takes both."""
-        self._control(self._llm.wake_up(None if tags is None else list(tags)), UPDATE_LIMIT_S, "wake-up")
+        self._control.wake(tags)
 
     def close(self) -> None:
         """End vLLM's processes and the engine's thread; requests in flight raise InfraError. Safe to call twice."""
-        self._closed = True
+        self._life.closed = True
         self._loop.soon(self._end)
         self._loop.stop(CLOSE_LIMIT_S)
         self._core.close()
-        self._weights.close()
-        self._skeleton = None
+        if hasattr(self, "_control"):
+            self._control.close()
 
     def _end(self) -> None:
-        for request in list(self._requests.values()):
-            request.fail(self._loss(request.request_id))
+        self._fail_all()
         if not hasattr(self, "_llm"):
             return
         logger = logging.getLogger("vllm")
@@ -364,92 +332,7 @@ class VllmEngine:
             logger.setLevel(before)
         del self._llm
 
-    async def _pause(self) -> None:
-        async with self._gate:
-            if not self._paused:
-                await self._llm.pause_generation(mode="keep", clear_cache=False)
-                self._paused = True
-
-    async def _resume(self) -> None:
-        async with self._gate:
-            if self._paused:
-                await self._llm.resume_generation()
-                self._paused = False
-
-    async def _update(self, entries: Sequence[Entry], nbytes: int, version: int) -> None:
-        async with self._gate:
-            if not self._paused:
-                await self._llm.pause_generation(mode="keep", clear_cache=False)
-            manifest = [[e.name, e.dtype, list(e.shape), e.offset, e.nbytes] for e in entries]
-            arguments = (self._weights.path, nbytes, manifest)
-            try:
-                await self._llm.collective_rpc("gymloop_load_weights", timeout=UPDATE_LIMIT_S, args=arguments)
-                if not await self._llm.reset_prefix_cache(reset_running_requests=True):
-                    raise InfraError("vLLM did not drop the keys and values of the old weights")
-                if self.build.stamps_versions:
-                    await self._llm.update_weight_version(str(version))
-            except BaseException as error:  # half replaced: nothing may be sampled from it any more
-                self._die(f"the update to weight version {version} failed half way: {type(error).__name__}: {error}")
-                raise
-            self._version = version
-            if not self._paused:
-                await self._llm.resume_generation()
-
-    def _control(
-        self,
-        work: Coroutine[Any, Any, T],
-        timeout: float,
-        what: str,
-        undo: Callable[[], Coroutine[Any, Any, None]] | None = None,
-    ) -> T:
-        """Run one call to vLLM's processes, ended by their death or after ``timeout`` seconds.
-
-        Args:
-            work: the call.
-            timeout: seconds.
-            what: names it.
-            undo: run behind a call that came to its end too late.
-        """
-        if self._dead is not None or self._closed:
-            work.close()
-            self.require_alive()
-        call = self._loop.submit(self._unless_dead(work))
-        try:
-            return call.result(timeout)
-        except concurrent.futures.TimeoutError as error:
-            if undo is not None:
-                call.add_done_callback(lambda _: self._loop.submit(undo()))
-            raise InfraError(f"the engine's {what} took longer than {timeout:g} s") from error
-        except InfraError:
-            raise
-        except Exception as error:  # vLLM's
-            self.require_alive()
-            raise InfraError(f"the engine's {what} failed: {type(error).__name__}: {error}") from error
-
-    async def _unless_dead(self, work: Coroutine[Any, Any, T]) -> T:
-        # bounded: by the caller's time, or by the engine's death
-        task, gone = asyncio.ensure_future(work), asyncio.ensure_future(self._gone.wait())
-        try:
-            # bounded: by the caller's time, or by the engine's death
-            await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
-            if not task.done():
-                self.require_alive()
-            return task.result()  # bounded: it is done
-        finally:
-            task.cancel()
-            gone.cancel()
-
     # ---------------------------------------------------------------- checks
-
-    def _model_skeleton(self) -> Any:
-        """The model's parameters without memory: their names and shapes are what a snapshot must have."""
-        if self._skeleton is None:
-            from transformers import AutoConfig, AutoModelForCausalLM
-
-            config = AutoConfig.from_pretrained(str(self._folder), local_files_only=True)
-            with torch.device("meta"):
-                self._skeleton = AutoModelForCausalLM.from_config(config)
-        return self._skeleton
 
     def _check_sampling(self, sampling: Sampling) -> None:
         sampling.check()

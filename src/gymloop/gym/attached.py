@@ -103,6 +103,11 @@ class AttachedEnvironment:
                 raise InfraError(f"{self.name} did not answer within {deadline_s:g} s: {last}", cause="timeout")
             await asyncio.sleep(_PAUSE_S)
 
+    def died(self) -> None:
+        """Say that the server was started again: what sessions it had are lost."""
+        if self._source is not None:
+            self._source.server.died()
+
     async def check(self) -> None:
         """Return once it has answered; how long it may be silent is for the caller to say.
 
@@ -155,5 +160,9 @@ class AttachedEnvironment:
                 return f"GET {_ROUTE} answered {response.status}" if response.status in _ABSENT else None
         except TimeoutError:
             return f"GET {_ROUTE} was not answered"
+        except aiohttp.ClientConnectorError as error:
+            if isinstance(error.os_error, ConnectionRefusedError):
+                self.died()  # whoever listens there next is another
+            return f"GET {_ROUTE}: {type(error).__name__}: {error}"
         except (aiohttp.ClientError, OSError) as error:
             return f"GET {_ROUTE}: {type(error).__name__}: {error}"

@@ -1,7 +1,7 @@
 """Token ids ride on output items as NeMo Gym has it: one bundle per model call, on the last item of the call.
 
-The bundle is three fields that come together or not at all. In this process they are tuples held by reference; they are
-left out of what a server need not see and put back into what it returns.
+The bundle is three fields that come together or not at all. In this process they are tuples held by reference, and they
+are left out of what a server need not see.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from gymloop.errors import DataError, InfraError
-from gymloop.gym.items import text_of
 from gymloop.gym.model_client import read_reply
 from gymloop.rollouts.trajectory import FinishReason, Turn
 
@@ -28,26 +27,6 @@ def without_tokens(output: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any
         {key: value for key, value in item.items() if key not in BUNDLE} if BUNDLE[0] in item else item
         for item in output
     ]
-
-
-def with_tokens(
-    returned: Sequence[Mapping[str, Any]], sent: Sequence[Mapping[str, Any]]
-) -> Sequence[Mapping[str, Any]]:
-    """The items a server returned, with the bundles of the items that were sent.
-
-    A server that returns other items than it got said something about a conversation that did not take place: then
-    the items that were sent are returned.
-    """
-    if [_identity(item) for item in returned] != [_identity(item) for item in sent]:
-        return sent
-    return [
-        {**item, **{key: ours[key] for key in BUNDLE}} if BUNDLE[0] in ours else item
-        for item, ours in zip(returned, sent, strict=True)
-    ]
-
-
-def _identity(item: Mapping[str, Any]) -> tuple[Any, ...]:
-    return item.get("type", "message"), item.get("id"), item.get("call_id")
 
 
 def whole_response(row: Mapping[str, Any], response: Mapping[str, Any]) -> dict[str, Any]:
@@ -85,6 +64,8 @@ def read_turns(output: Sequence[Mapping[str, Any]], *, cut: bool, versions: tupl
     call: list[Mapping[str, Any]] = []  # items of the model call that is being read
     for index, item in enumerate(output):
         kind = item.get("type", "message")
+        if not isinstance(kind, str):
+            raise InfraError(f"{url}: response.output[{index}] has type {kind!r:.80}; expected text", cause="bad_reply")
         if kind in _GIVEN or (kind == "message" and item.get("role") != "assistant"):
             if call:
                 raise _no_bundle(index - 1, call[-1], url)
@@ -98,6 +79,8 @@ def read_turns(output: Sequence[Mapping[str, Any]], *, cut: bool, versions: tupl
                 f"{url}: response.output[{index}] has {present[0]} but not all of {', '.join(BUNDLE)}",
                 cause="bad_reply",
             )
+        if wrong := next((key for key in BUNDLE if not isinstance(item[key], list)), None):
+            raise InfraError(f"{url}: response.output[{index}].{wrong} is no list", cause="bad_reply")
         last = index == len(output) - 1
         turns.append(_turn(call, turns, cut and last, versions, f"{url}: response.output[{index}]"))
         call = []
@@ -117,7 +100,7 @@ def _turn(
     finish: FinishReason = "tool_calls" if any(item.get("type") == "function_call" for item in call) else "stop"
     if cut or any(item.get("status") == "incomplete" for item in call):
         finish = "length"
-    message = {"content": "", **{key: list(call[-1][key]) for key in BUNDLE}}
+    message = {"content": "", **{key: call[-1][key] for key in BUNDLE}}
     choice = {
         "message": message,
         "finish_reason": finish,
@@ -130,7 +113,14 @@ def _turn(
 
 def _is_empty(call: Sequence[Mapping[str, Any]]) -> bool:
     """Whether the items say nothing, as a call does that found the context full."""
-    return all(item.get("type", "message") == "message" and not text_of(item) for item in call)
+    return all(item.get("type", "message") == "message" and not _said(item.get("content")) for item in call)
+
+
+def _said(content: Any) -> bool:
+    """Whether content, text or a list of parts, holds any text or refusal."""
+    if not isinstance(content, list):
+        return bool(content)
+    return any(part.get("text") or part.get("refusal") if isinstance(part, dict) else part for part in content)
 
 
 def _no_bundle(index: int, item: Mapping[str, Any], url: str) -> InfraError:

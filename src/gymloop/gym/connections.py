@@ -33,6 +33,8 @@ BUSY_S = 2.5
 of an idle connection over before it has read the request that came in on it."""
 
 
+HEADERS_BYTES = 2**16
+"""Of an answer's headers, at most."""
 _JOINED = 4096
 """Bytes from which on pieces are handed over as they are rather than copied into one."""
 
@@ -237,6 +239,7 @@ class _Connection(asyncio.Protocol):
         self._cookies: list[str] = []
         self._body: list[bytes] = []
         self._size = 0
+        self._header_bytes = 0
         self._measured = False
         self._told = False
 
@@ -302,6 +305,11 @@ class _Connection(asyncio.Protocol):
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """One header of the answer."""
+        self._header_bytes += len(name) + len(value)
+        if self._header_bytes > HEADERS_BYTES:
+            self._ended = True
+            self._fail(TooLarge(f"the reply's headers have over {HEADERS_BYTES} bytes"))
+            return
         match name.lower():
             case b"content-length" | b"transfer-encoding":
                 self._measured = True

@@ -28,10 +28,12 @@ class Verdict:
     Attributes:
         reward: finite.
         components: named parts; when given they sum to ``reward`` (relative 1e-5, absolute 1e-6).
+        details: what else the environment said of it, such as the answer that it read; for the records.
     """
 
     reward: float
     components: Mapping[str, float] = field(default_factory=dict)
+    details: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for name, value in {"reward": self.reward, **self.components}.items():

@@ -6,6 +6,7 @@ import asyncio
 import math
 import time
 from collections.abc import Awaitable
+from email.utils import parsedate_to_datetime
 from typing import TypeVar
 
 from gymloop.errors import InfraError
@@ -40,9 +41,14 @@ async def within(seconds: float, where: str, work: Awaitable[_T]) -> _T:
 
 
 def retry_after_s(header: str | None) -> float | None:
-    """Value of a ``Retry-After`` header in seconds, at least 0.05; None when absent or a date."""
-    try:
-        value = float(header or "")
-    except ValueError:
+    """Value of a ``Retry-After`` header, seconds or a date, in seconds from now, at least 0.05; None without one."""
+    if header is None:
         return None
+    try:
+        value = float(header)
+    except ValueError:
+        try:
+            value = parsedate_to_datetime(header).timestamp() - time.time()
+        except (ValueError, OverflowError):
+            return None
     return max(_SHORTEST_WAIT_S, value) if math.isfinite(value) else None

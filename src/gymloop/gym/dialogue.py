@@ -50,6 +50,7 @@ class Conversation:
         turns: model calls, in order.
         output: Responses items; the last item of each model call carries its token bundle.
         truncated: a turn ended by ``length``, the context was full, or the turn limit was hit.
+        cut: the first two of these: the model was not done with what it was saying.
         tool_calls: calls that the session ran.
         bad_tool_calls: calls that could not be read or routed.
         new_segments: turns after the first whose prompt does not continue the turn before.
@@ -59,6 +60,7 @@ class Conversation:
     turns: list[Turn] = field(default_factory=list)
     output: list[dict[str, Any]] = field(default_factory=list)
     truncated: bool = False
+    cut: bool = False
     tool_calls: int = 0
     bad_tool_calls: int = 0
     new_segments: int = 0
@@ -68,8 +70,8 @@ class Conversation:
         """The body that ``verify`` scores."""
         return {
             "object": "response",
-            "status": "incomplete" if self.truncated else "completed",
-            "incomplete_details": {"reason": "max_output_tokens"} if self.truncated else None,
+            "status": "incomplete" if self.cut else "completed",
+            "incomplete_details": {"reason": "max_output_tokens"} if self.cut else None,
             "output": self.output,
         }
 
@@ -149,11 +151,12 @@ class Dialogue:
         except ContextFull:
             if not index:
                 raise
-            conversation.truncated = True
+            conversation.truncated = conversation.cut = True
             return None
         _record(conversation, reply, index)
         self._messages.append(reply.message)
-        conversation.truncated |= reply.finish_reason == "length"
+        if reply.finish_reason == "length":
+            conversation.truncated = conversation.cut = True
         return reply
 
 

@@ -44,7 +44,7 @@ class Gymnasium:
         conversation.where = where = f"environment {self.name}, reset"
         reply = await self.server.post("/reset", seeded(row, terms), cookies, opens=True)
         if not 200 <= reply.status < 300:
-            raise reply.error(opens=True)
+            raise reply.error()
         reset = reply.json()
         info = _info(reset, reply.url)
         episode = _Episode(self, row, cookies, info.get("supports_step_idempotency") is True)

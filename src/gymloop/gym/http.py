@@ -8,12 +8,17 @@
 | 429 for as long as the caller waits | ``InfraError`` | ``busy`` |
 | 5xx, or the server lost the session | ``InfraError`` | ``server_error`` |
 | a page, a redirect, a body over the bound or that is not what was asked for | ``InfraError`` | ``bad_reply`` |
-| 401, 403, 404, 405 to the call that opens a session | ``ConfigError`` | ``refused`` |
+| 401, 403, 404, 405 to a call that opens a session, where none was ever opened | ``ConfigError`` | ``refused`` |
+| the same, later or to another call | ``InfraError`` | ``bad_reply`` |
 | any other 4xx | ``DataError`` | ``refused`` |
 
 A request that may have had an effect is never repeated. Asked again, within the call's deadline, is only what the
 server did not take on: any request it answered with 429 and ``Retry-After``; and a request that opens a session, where
 the connection was refused or the answer was 503 with ``Retry-After``.
+
+A server that was started again has lost its sessions, also where it says nothing of it: many take any cookie and begin
+anew, and would judge a conversation by a state that it did not bring about. So a session belongs to one life of its
+server. A life ends when a connection is refused, and when whoever watches or restarts the server says so.
 """
 
 from __future__ import annotations
@@ -28,7 +33,7 @@ from typing import Any
 import orjson
 
 from gymloop.errors import ConfigError, DataError, GymloopError, InfraError
-from gymloop.gym.connections import Answer, Connections, LostConnection, NoConnection, TooLarge
+from gymloop.gym.connections import Connections, LostConnection, NoConnection, TooLarge
 from gymloop.gym.deadline import retry_after_s
 
 _WRONG_ADDRESS = {401, 403, 404, 405}
@@ -41,9 +46,14 @@ _LOST = re.compile(
 
 
 class Cookies:
-    """What one session's server has set; sent back exactly as it came."""
+    """What one session's server has set; sent back exactly as it came.
+
+    Attributes:
+        life: of the server, which the session was opened in; None before that.
+    """
 
     def __init__(self) -> None:
+        self.life: int | None = None
         self._values: dict[str, str] = {}
         self._header = ""
 
@@ -68,12 +78,14 @@ class Reply:
         status: HTTP status.
         content_type: media type without parameters; empty when the server gave none.
         raw: body.
+        stranger: the request was to open a session, and the server has opened none so far: its address may be wrong.
     """
 
     url: str
     status: int
     content_type: str
     raw: bytes
+    stranger: bool = False
 
     @property
     def is_page(self) -> bool:
@@ -118,12 +130,8 @@ class Reply:
             raise InfraError(f"{self.url}: replied with {self._start()}; expected a JSON object", cause="bad_reply")
         return value
 
-    def error(self, *, opens: bool = False) -> GymloopError:
-        """The error that this reply stands for.
-
-        Args:
-            opens: the request opens a session, so that a wrong address is the recipe's mistake.
-        """
+    def error(self) -> GymloopError:
+        """The error that this reply stands for."""
         said = f"{self.url}: {self.status}: {self._start()}"
         if self.status >= 500 or self.status == 408:
             return InfraError(said, cause="server_error")
@@ -136,7 +144,7 @@ class Reply:
         if self.lost_session:
             return InfraError(f"{self.url}: the server lost the session: {self._start()}", cause="server_error")
         if self.status in _WRONG_ADDRESS:
-            return ConfigError(said, cause="refused") if opens else InfraError(said, cause="bad_reply")
+            return ConfigError(said, cause="refused") if self.stranger else InfraError(said, cause="bad_reply")
         return DataError(said, cause="refused")
 
     @property
@@ -186,6 +194,8 @@ class HttpServer:
         self._max_reply_bytes = max_reply_bytes
         self._max_connections = max_connections
         self._connections: Connections | None = None
+        self._life = 0
+        self._opened = False
 
     async def __aenter__(self) -> HttpServer:
         self._connections = Connections(
@@ -209,6 +219,10 @@ class HttpServer:
             await self._connections.close()
             self._connections = None
 
+    def died(self) -> None:
+        """Say that the server is not the one it was: sessions that it has opened are lost."""
+        self._life += 1
+
     async def post(
         self, route: str, body: Any, cookies: Cookies, *, opens: bool = False, timeout_s: float | None = None
     ) -> Reply:
@@ -222,7 +236,7 @@ class HttpServer:
             timeout_s: instead of ``call_timeout_s``.
 
         Raises:
-            InfraError: there is no whole reply.
+            InfraError: there is no whole reply, or the session was lost.
         """
         if self._connections is None:
             raise RuntimeError("the server's client is not open; use it as 'async with ...'")
@@ -231,6 +245,7 @@ class HttpServer:
         began = time.monotonic()
         seconds = self.call_timeout_s if timeout_s is None else timeout_s
         while True:  # bounded: by ``seconds``, which every branch that goes on has compared with
+            self._require_life(cookies, url)
             left = began + seconds - time.monotonic()
             cookie = cookies.header()
             try:
@@ -238,6 +253,8 @@ class HttpServer:
                     route, data, max(left, 0.001), (("cookie", cookie),) if cookie else ()
                 )
             except NoConnection as error:
+                if isinstance(error.__cause__, ConnectionRefusedError):
+                    self.died()
                 taken = time.monotonic() - began
                 if not opens or taken + _RECONNECT_S > min(self._refused_s, seconds):
                     waited = f" for {taken:.1f} s" if opens else ""
@@ -250,7 +267,14 @@ class HttpServer:
             except TooLarge as error:
                 raise InfraError(f"{url}: {error}", cause="bad_reply") from error
             else:
-                reply = _reply(url, answer, cookies)
+                self._require_life(cookies, url)  # it may have been started again before it read the request
+                for header in answer.set_cookies:
+                    cookies.take(header)
+                stranger = opens and not self._opened
+                reply = Reply(url, answer.status, answer.content_type, answer.body, stranger)
+                if opens and 200 <= reply.status < 300:
+                    cookies.life = self._life
+                    self._opened = True
                 not_taken_on = reply.status == 429 or (opens and reply.status == 503)
                 asked = retry_after_s(answer.retry_after) if not_taken_on else None
                 if asked is None:
@@ -264,8 +288,8 @@ class HttpServer:
                     )
             await asyncio.sleep(wait)
 
-
-def _reply(url: str, answer: Answer, cookies: Cookies) -> Reply:
-    for header in answer.set_cookies:
-        cookies.take(header)
-    return Reply(url, answer.status, answer.content_type, answer.body)
+    def _require_life(self, cookies: Cookies, url: str) -> None:
+        if cookies.life is not None and cookies.life != self._life:
+            raise InfraError(
+                f"{url}: the session is lost, since its server has died or was started again", cause="server_error"
+            )

@@ -19,7 +19,7 @@ from typing import Any
 from urllib.parse import quote
 
 from gymloop.errors import InfraError
-from gymloop.gym.bundle import whole_response, with_tokens, without_tokens
+from gymloop.gym.bundle import whole_response, without_tokens
 from gymloop.gym.contract import ROLLOUT_SEED, Row, Verdict
 from gymloop.gym.http import Cookies, HttpServer
 from gymloop.gym.verdict import read_verdict
@@ -57,7 +57,8 @@ class HttpSource:
         self.name = name
         self.server = HttpServer(base_url, call_timeout_s=call_timeout_s, **limits)
         self.send_token_ids = send_token_ids
-        self.closes = True
+        self.closes: bool | None = None
+        """Whether the server has a way to free a session; None before one was freed."""
 
     async def __aenter__(self) -> HttpSource:
         await self.server.__aenter__()
@@ -79,24 +80,19 @@ class HttpSource:
         cookies = Cookies()
         reply = await self.server.post("/seed_session", row, cookies, opens=True)
         if not 200 <= reply.status < 300:
-            raise reply.error(opens=True)
+            raise reply.error()
         reply.value()  # whatever JSON it is, it is the server's own and not a page of something in front of it
         return HttpSession(self, {key: value for key, value in row.items() if key != ROLLOUT_SEED}, cookies)
 
 
 class HttpSession:
-    """One rollout on the server.
-
-    Attributes:
-        result: after ``verify``, the server's reply with token bundles: what an agent of NeMo Gym replies to ``/run``.
-    """
+    """One rollout on the server."""
 
     def __init__(self, source: HttpSource, row: Row, cookies: Cookies) -> None:
         self._source = source
         self._row = row
         self._cookies = cookies
         self._closed = False
-        self.result: dict[str, Any] | None = None
 
     async def call_tool(self, name: str, arguments: Mapping[str, Any]) -> str:
         """Run a tool, once; see the module for what becomes a result."""
@@ -116,25 +112,19 @@ class HttpSession:
         """Ask for the verdict, once."""
         source = self._source
         whole = whole_response(self._row, response)
-        output = whole["output"]
-        sent = whole if source.send_token_ids else {**whole, "output": without_tokens(output)}
+        sent = whole if source.send_token_ids else {**whole, "output": without_tokens(whole["output"])}
         reply = await source.server.post("/verify", {**self._row, "response": sent}, self._cookies)
-        value = reply.json()
-        verdict = read_verdict(value, reply.url)
-        returned = value.get("response")
-        items = returned.get("output") if isinstance(returned, dict) else None
-        body = returned if isinstance(returned, dict) else whole
-        value["response"] = {**body, "output": with_tokens(items, output) if isinstance(items, list) else output}
-        self.result = value
-        return verdict
+        return read_verdict(reply.json(), reply.url, self._row)
 
     async def close(self) -> None:
         """Free the session where the server has a way to; safe to call twice."""
-        if self._closed or not self._source.closes:
+        if self._closed or self._source.closes is False:
             return
         self._closed = True
         reply = await self._source.server.post("/close_session", {}, self._cookies)
-        if reply.status in _NO_CLOSE:
+        if 200 <= reply.status < 300:
+            self._source.closes = True
+        elif reply.status in _NO_CLOSE and self._source.closes is None:
             self._source.closes = False
-        elif not 200 <= reply.status < 300:
+        else:
             raise reply.error()

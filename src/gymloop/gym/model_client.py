@@ -20,7 +20,7 @@ import orjson
 
 from gymloop.errors import Cause, ConfigError, DataError, InfraError
 from gymloop.gym.carried import CarriedTokens
-from gymloop.gym.connections import Answer, Connections, LostConnection, NoConnection
+from gymloop.gym.connections import Answer, Connections, LostConnection, NoConnection, TooLarge
 from gymloop.gym.deadline import retry_after_s
 from gymloop.gym.items import Message
 from gymloop.rollouts.trajectory import FinishReason, Turn
@@ -33,9 +33,11 @@ NOISE_HEADER = "x-gymloop-noise-key"
 Profile = Literal["train", "validation"]
 
 _ROUTE = "/chat/completions"
+_LARGEST_REPLY = 256 * 2**20
+"""Bytes: the tokens of a million positions, several times over."""
 _CONTEXT_CODES = {"context_length_exceeded", "prompt_too_long"}
 _CONTEXT_WORDS = "maximum context length"  # vLLM's, whose code is 400
-_FINISH_REASONS = frozenset(get_args(FinishReason))
+_FINISH_REASONS = get_args(FinishReason)
 _BUSY = {429, 503}
 _WRONG_ADDRESS = {401, 403, 404, 405}
 # Rounding of a float32 log-softmax; anything above is not a log-probability.
@@ -109,7 +111,7 @@ class ModelClient:
         """Told of every connection that was refused or lost."""
 
     async def __aenter__(self) -> ModelClient:
-        self._connections = Connections(self._base_url, limit=self._max_concurrency)
+        self._connections = Connections(self._base_url, limit=self._max_concurrency, max_answer_bytes=_LARGEST_REPLY)
         return self
 
     async def __aexit__(
@@ -242,6 +244,8 @@ class ModelClient:
             raise InfraError(f"{url}: no reply within {self._call_timeout_s:g} s", cause="timeout") from error
         except (NoConnection, LostConnection) as error:
             raise self._lost(url, error) from error
+        except TooLarge as error:
+            raise InfraError(f"{url}: {error}", cause="bad_reply") from error
 
     def _open(self) -> Connections:
         if self._gone is not None:

@@ -54,11 +54,11 @@ class RemoteAgent:
         first = await self._version()
         reply = await self.server.post("/run", body, Cookies(), opens=True, timeout_s=terms.deadline_s)
         if not 200 <= reply.status < 300:
-            raise reply.error(opens=True)
+            raise reply.error()
         value = reply.json()
         if failure := value.get("failure"):
             raise InfraError(f"{reply.url}: {failure!r:.300}", cause="server_error")
-        verdict = read_verdict(value, reply.url)
+        verdict = read_verdict(value, reply.url, row)
         response = value.get("response")
         output = response.get("output") if isinstance(response, Mapping) else None
         if not isinstance(output, list) or not all(isinstance(item, dict) for item in output):
@@ -68,5 +68,6 @@ class RemoteAgent:
         conversation.output += output
         conversation.new_segments += sum(turn.divergence is not None for turn in conversation.turns)
         conversation.tool_calls += sum(item.get("type") == "function_call_output" for item in output)
+        conversation.cut = cut
         conversation.truncated = cut or any(turn.finish_reason == "length" for turn in conversation.turns)
         return verdict

@@ -11,20 +11,27 @@ from collections.abc import Mapping
 from typing import Any
 
 from gymloop.errors import InfraError
-from gymloop.gym.contract import Verdict
+from gymloop.gym.contract import Row, Verdict
+
+_KNOWN = {"reward", "reward_components", "response", "mask_sample", "failure_kind", "failure_reason"}
+"""Fields of a reply that are no details."""
 
 
-def read_verdict(value: Mapping[str, Any], url: str) -> Verdict:
+def read_verdict(value: Mapping[str, Any], url: str, row: Row) -> Verdict:
     """The verdict in a reply of ``/verify`` or ``/run``.
 
     Args:
         value: the reply.
         url: for messages.
+        row: that was asked about; its fields come back in the reply and are no details.
 
     Raises:
         InfraError: there is no finite reward, the components do not sum to it, or the server says that it failed.
     """
-    if value.get("mask_sample") is True:
+    masked = value.get("mask_sample")
+    if masked is not None and not isinstance(masked, bool):
+        raise InfraError(f"{url}: mask_sample is {_shown(masked)}; expected true or false", cause="bad_reply")
+    if masked:
         kind, reason = value.get("failure_kind") or "no failure_kind", value.get("failure_reason") or "no reason given"
         raise InfraError(f"{url}: the reward is no measurement (mask_sample): {kind}: {reason}", cause="server_error")
     reward = read_number(value, "reward", url)
@@ -33,7 +40,7 @@ def read_verdict(value: Mapping[str, Any], url: str) -> Verdict:
         raise InfraError(f"{url}: reward_components is {_shown(parts)}; expected an object", cause="bad_reply")
     components = {name: read_number(parts, name, f"{url}: reward_components") for name in parts}
     try:
-        return Verdict(reward, components)
+        return Verdict(reward, components, {key: said for key, said in value.items() if key not in _KNOWN | row.keys()})
     except InfraError as error:
         raise InfraError(f"{url}: {error}", cause=error.cause) from error
 

@@ -77,8 +77,8 @@ def as_result(task: RolloutTask, rollout: Rollout) -> dict[str, Any]:
         return {**task.row, **indices, "failure": record, "gymloop": ids}
     response = {
         "id": f"resp_{task.group_id}_{task.sample_id}",
-        "status": "incomplete" if rollout.truncated else "completed",
-        "incomplete_details": {"reason": "max_output_tokens"} if rollout.truncated else None,
+        "status": "incomplete" if rollout.cut else "completed",
+        "incomplete_details": {"reason": "max_output_tokens"} if rollout.cut else None,
         "output": rollout.output,
     }
     said = {"reward": record.pop("reward")}
@@ -87,7 +87,8 @@ def as_result(task: RolloutTask, rollout: Rollout) -> dict[str, Any]:
     record.pop("output")
     tokens = {"sampled": record.pop("sampled_tokens"), "segments": record.pop("segments")}
     record["tokens"] = tokens if rollout.turns and all(turn.has_tokens for turn in rollout.turns) else None
-    return {**task.row, **indices, "response": whole_response(task.row, response), **said, "gymloop": record}
+    details = record.pop("details")
+    return {**task.row, **details, **indices, "response": whole_response(task.row, response), **said, "gymloop": record}
 
 
 @dataclass(slots=True)

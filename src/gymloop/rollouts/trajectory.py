@@ -93,7 +93,9 @@ class Trajectory:
         turns: the model calls, in order.
         reward: what the environment's ``verify`` said, or 0 with ``penalties``; finite.
         components: named parts of the reward, as ``verify`` gave them; they sum to what it said.
+        details: what else the environment said of the reward.
         truncated: some turn ended by ``length``, or the agent hit its turn limit.
+        cut: the first of these, so that the last turn is not whole.
         tool_calls: tool calls the agent ran; ``bad_tool_calls`` those it could not read or route.
         output: the items of the conversation as an agent server would return them (NeMo Gym's ``response.output``).
         seconds: wall time of the rollout.
@@ -107,7 +109,9 @@ class Trajectory:
     turns: tuple[Turn, ...]
     reward: float
     components: Mapping[str, float] = field(default_factory=dict)
+    details: Mapping[str, Any] = field(default_factory=dict)
     truncated: bool = False
+    cut: bool = False
     tool_calls: int = 0
     bad_tool_calls: int = 0
     output: tuple[Mapping[str, Any], ...] = ()
@@ -176,6 +180,7 @@ def as_record(rollout: Rollout) -> dict[str, Any]:
     return shared | {
         "reward": rollout.reward,
         "components": dict(rollout.components),
+        "details": dict(rollout.details),
         "penalties": list(rollout.penalties),
         "truncated": rollout.truncated,
         "turns": len(rollout.turns),

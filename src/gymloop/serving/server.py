@@ -11,26 +11,20 @@ it imports neither torch nor transformers.
 
 from __future__ import annotations
 
-import asyncio
-import http.client
+import json
 import logging
 import socket
-import threading
-import time
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
-import uvicorn
-
+from gymloop.asgi.thread import ServerThread
 from gymloop.descriptors import allow_descriptors
-from gymloop.errors import InfraError
 from gymloop.generation.engine import Engine
-from gymloop.loops import fast_loop
 from gymloop.observe.watchdog import LoopWatchdog
 from gymloop.serving.app import App
 from gymloop.serving.guard import SamplingProfiles
 from gymloop.serving.limits import Limits
-from gymloop.serving.protocol import with_header_deadline
 from gymloop.serving.refusal import ApiError
 from gymloop.serving.state import Served
 from gymloop.serving.traffic import Traffic
@@ -40,10 +34,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-KEEP_ALIVE_S = 120
-"""Idle connections stay open this long; uvicorn's 5 s made clients meet closing ones."""
 RETRY_AFTER_S = 1
-START_LIMIT_S = 15.0
 CLOSE_GRACE_S = 2
 CLOSE_LIMIT_S = 10.0
 
@@ -78,33 +69,31 @@ class GenerationServer:
         loop_lag_s: float = 5.0,
     ):
         self.model_name = model_name
-        self._sock = sock
         bounds = limits or Limits()
         if request_timeout_s is not None:
             bounds = replace(bounds, request_timeout_s=request_timeout_s)
         host, port = sock.getsockname()[:2]
         loopback = {"0.0.0.0": "127.0.0.1", "::": "::1"}
-        self._local = (loopback.get(host, host), port)
-        shown = advertised_host or self._local[0]
+        shown = advertised_host or loopback.get(host, host)
         self._url = f"http://{f'[{shown}]' if ':' in shown else shown}:{port}/v1"
         self._ready: Served | None = None
         self._failure: str | None = None
-        self._loop_lag_s = loop_lag_s
         self._waiting_for = "the engine to load its model"
-        self._crash: BaseException | None = None
         self._app = App(model_name, profiles, bounds, default_max_tokens, self._served, api_key)
-        config = uvicorn.Config(
+        too_slow = ApiError(408, "header_timeout", "the request headers did not arrive in time")
+        self._thread = ServerThread(
+            sock,
             self._app,
-            http=with_header_deadline(bounds.header_timeout_s),
-            log_config=None,
-            access_log=False,
-            lifespan="off",
-            ws="none",
-            timeout_keep_alive=KEEP_ALIVE_S,
-            timeout_graceful_shutdown=CLOSE_GRACE_S,
+            what=f"the generation server at {self._url}",
+            name="generation-server",
+            header_timeout_s=bounds.header_timeout_s,
+            header_reply=json.dumps(too_slow.body).encode(),
+            grace_s=CLOSE_GRACE_S,
+            close_limit_s=CLOSE_LIMIT_S,
+            watched=partial(
+                LoopWatchdog, f"the event loop of the generation server at {self._url}", loop_lag_s, log.warning
+            ),
         )
-        self._uvicorn = uvicorn.Server(config)
-        self._thread = threading.Thread(target=self._serve, name="generation-server", daemon=True)
 
     @property
     def url(self) -> str:
@@ -121,26 +110,13 @@ class GenerationServer:
         return self._app.traffic()
 
     def start(self) -> None:
-        """Serve; returns when ``/livez`` has answered over the network.
+        """Serve; returns when requests are answered.
 
         Raises:
-            InfraError: it did not answer within 15 s, or the server's thread ended; the message says why.
+            InfraError: it did not come up within 15 s; the message says why.
         """
         allow_descriptors()  # each client has a connection
         self._thread.start()
-        deadline = time.monotonic() + START_LIMIT_S
-        last = "no answer"
-        while time.monotonic() < deadline and self._thread.is_alive():
-            try:
-                if self._probe() == 200:
-                    return
-            except (OSError, http.client.HTTPException) as error:
-                last = f"{type(error).__name__}: {error}"
-            time.sleep(0.01)
-        ended = "" if self._thread.is_alive() else f"; its thread ended: {self._crash!r}"
-        raise InfraError(
-            f"the generation server at {self.url} did not come up within {START_LIMIT_S:g} s: {last}{ended}"
-        )
 
     def waiting_for(self, what: str) -> None:
         """Say what a 503 names as awaited."""
@@ -160,12 +136,7 @@ class GenerationServer:
         Raises:
             InfraError: the thread did not end within 10 s.
         """
-        self._uvicorn.should_exit = True
-        if self._thread.ident is not None:
-            self._thread.join(CLOSE_LIMIT_S)
-            if self._thread.is_alive():
-                raise InfraError(f"the generation server at {self.url} did not end within {CLOSE_LIMIT_S:g} s")
-        self._sock.close()
+        self._thread.close()
 
     def _served(self) -> Served | ApiError:
         """What requests are served with, or why they cannot be served now."""
@@ -174,23 +145,3 @@ class GenerationServer:
         # Only a wait is worth coming back for.
         waiting = f"waiting for {self._waiting_for}"
         return self._ready or ApiError(503, "not_ready", waiting, retry_after_s=RETRY_AFTER_S)
-
-    def _serve(self) -> None:
-        try:
-            with asyncio.Runner(loop_factory=fast_loop()) as runner:
-                runner.run(self._run())
-        except (Exception, SystemExit) as error:  # a thread has no caller; start() reports it
-            self._crash = error
-            log.exception("the generation server ended")
-
-    async def _run(self) -> None:
-        with LoopWatchdog(f"the event loop of the generation server at {self.url}", self._loop_lag_s, log.warning):
-            await self._uvicorn.serve(sockets=[self._sock])
-
-    def _probe(self) -> int:
-        connection = http.client.HTTPConnection(*self._local, timeout=2.0)
-        try:
-            connection.request("GET", "/livez")
-            return connection.getresponse().status
-        finally:
-            connection.close()

@@ -5,10 +5,11 @@ A file is there whole or not at all. A run that is resumed removes those of the 
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
+
+import orjson
 
 from gymloop.errors import InfraError
 from gymloop.files import replace_text
@@ -41,7 +42,7 @@ class Transcripts:
         rollouts: list[Rollout] = []
         for group in groups:
             rollouts += group.trajectories + group.failures
-        lines = [json.dumps(as_record(rollout), ensure_ascii=False) for rollout in rollouts]
+        lines = [orjson.dumps(as_record(rollout)).decode() for rollout in rollouts]
         path = self.folder / f"{name}_{step:05d}.jsonl"
         try:
             self.folder.mkdir(parents=True, exist_ok=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 
@@ -10,9 +9,9 @@ import pytest
 import yaml
 
 from gymloop.gym.nemo.host import Gym
-from gymloop.gym.nemo.install import Installation, Wanted, install, run_ray
+from gymloop.gym.nemo.install import Installation
 
-from .contract import EXTRAS
+from .real import real_gym
 
 APP = """
 import json, os, signal, subprocess, sys, time
@@ -76,7 +75,5 @@ def odd(tmp_path: Path):
 
 @pytest.fixture(scope="session")
 def installation() -> Installation:
-    """The cached environment; made if there is none. ``GYMLOOP_TEST_GYM`` names another."""
-    if own := os.environ.get("GYMLOOP_TEST_GYM"):
-        return Installation.at(Path(own))
-    return install(Wanted(ray=run_ray(), extras=EXTRAS), print)
+    """A real NeMo Gym."""
+    return real_gym()

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
-
 import orjson
 import pytest
 import yaml
 from aiohttp import web
 
 from gymloop.errors import ConfigError, InfraError
-from gymloop.gym.nemo.attach import addresses, attach_agents, attach_head, attach_url
+from gymloop.gym.nemo.attach import addresses, attach_agents
 from gymloop.gym.nemo.blocks import Play
 
 CONFIG = {
@@ -47,63 +45,31 @@ async def serve():
         await runner.cleanup()
 
 
-async def test_a_head_server_names_its_resources_servers(serve):
-    url = await serve({"/global_config_dict_yaml": orjson.dumps(yaml.safe_dump(CONFIG)).decode()})
-    found = await attach_head(url)
-    assert {name: server.url for name, server in found.items()} == {
+def test_a_head_server_tells_where_its_servers_are():
+    assert addresses(CONFIG, "http://node7:11000", ["shop", "wide", "shop_agent"]) == {
         "shop": "http://127.0.0.1:7001",
-        "wide": "http://127.0.0.1:7002",
+        "wide": "http://node7:7002",  # on all addresses: where the head is
+        "shop_agent": "http://h:7003",
     }
-    assert (await attach_head(url, names=["shop_agent"]))["shop_agent"].url == "http://h:7003"
     with pytest.raises(ConfigError, match="has no server 'shpo'; did you mean 'shop'"):
-        await attach_head(url, names=["shpo"])
-
-
-def test_a_server_on_all_addresses_is_reached_where_the_head_is():
-    assert addresses(CONFIG, "http://node7:11000")["wide"] == "http://node7:7002"
+        addresses(CONFIG, "http://node7:11000", ["shpo"])
 
 
 @pytest.mark.parametrize("answer", ["<html>", "{}", "3"])
 async def test_what_is_no_head_server_is_said(serve, answer):
     url = await serve({"/global_config_dict_yaml": answer})
     with pytest.raises(ConfigError, match="is no NeMo Gym head server"):
-        await attach_head(url)
+        await attach_agents(url)
 
 
 async def test_a_server_without_that_route_is_no_head_server(serve):
     with pytest.raises(ConfigError, match="answered 404"):
-        await attach_head(await serve({"/healthz": "{}"}))
+        await attach_agents(await serve({"/healthz": "{}"}))
 
 
 async def test_nobody_there_is_infra(unused_tcp_port_factory):
     with pytest.raises(InfraError, match="cannot be asked"):
-        await attach_head(f"http://127.0.0.1:{unused_tcp_port_factory()}")
-
-
-async def test_an_attached_server_is_checked_and_never_ended(serve):
-    server = attach_url("shop", await serve({"/healthz": "{}"}))
-    await server.check()
-    await server.close()
-    await server.check()
-    with pytest.raises(InfraError, match="was started by another"):
-        server.start()
-
-
-async def test_an_old_server_that_answers_only_at_its_root_is_alive(serve):
-    await attach_url("shop", await serve({"/": "{}"})).check()
-
-
-async def test_an_attached_server_that_is_gone_is_named(unused_tcp_port_factory):
-    server = attach_url("shop", f"http://127.0.0.1:{unused_tcp_port_factory()}")
-    async with asyncio.timeout(10):
-        with pytest.raises(InfraError, match=r"NeMo Gym server shop at .* is not well"):
-            await server.check()
-
-
-@pytest.mark.parametrize("url", ["localhost:3000", "ftp://a", "http://"])
-def test_what_is_no_address_is_refused(url):
-    with pytest.raises(ConfigError, match="is not an address of a server"):
-        attach_url("shop", url)
+        await attach_agents(f"http://127.0.0.1:{unused_tcp_port_factory()}")
 
 
 async def test_a_head_server_says_where_and_how_the_rows_of_its_agents_are_played(serve):

@@ -142,6 +142,16 @@ def test_a_judge_that_a_needed_server_calls_is_needed():
             {"shop_agent": {"responses_api_agents": {"simple_agent": {"max_turns": 3}}}},
             r"shop_agent: gymloop's tool_calling agent has no 'max_turns'; it reads max_steps",
         ),
+        ({"shop_agent": {"max_steps": 3}}, r"shop_agent: nothing reads 'max_steps' there; expected shop_agent: \{resp"),
+        (
+            {"shop_agent": {"responses_api_agent": {"simple_agent": {"max_steps": 3}}}},
+            r"nothing reads 'responses_api_agent' there; did you mean 'responses_api_agents'",
+        ),
+        ({"shop_agent": {"responses_api_agents": {}}, "default_host": "x"}, r"default_host: nothing reads it here"),
+        ({"shop": {"limit": 5}}, r"shop: nothing reads 'limit' there; expected shop: \{resources_servers: \{shop: "),
+        ({"shop": {"resource_servers": {"shop": {"limit": 5}}}}, r"did you mean 'resources_servers'"),
+        ({"shop": {"resources_servers": {"shop": {"host": "10.0.0.1"}}}}, r"shop: nothing reads 'host', since gymloop"),
+        ({"ray_head_node_address": "10.0.0.1:6379"}, r"ray_head_node_address: nothing reads it here, servers that use"),
     ],
 )
 def test_an_override_that_nothing_reads_is_refused(override, said):
@@ -182,6 +192,17 @@ def test_each_agent_says_where_and_how_its_rows_are_played():
 def test_an_agent_that_cannot_play_is_refused(settings, said):
     with pytest.raises(ConfigError, match=said):
         plays(chosen({**resources(), **agent(**settings)}))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"execute_tools": False}, {"model_server": {"type": "responses_api_models", "name": "judge"}}],
+)
+def test_an_agent_that_would_do_something_else_than_gymloops_gets_a_process(settings):
+    config = {**resources(), **agent(**settings), "judge": {"responses_api_models": {"m": {"entrypoint": "app.py"}}}}
+    blocks = chosen(config)
+    assert "shop_agent" in blocks.servers
+    assert plays(blocks)["shop_agent"] == Play("shop_agent", "remote")
 
 
 def test_the_values_of_a_block_are_not_in_its_text():

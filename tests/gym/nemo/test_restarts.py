@@ -27,7 +27,7 @@ async def watched(server, restarts, deaths, unresponsive_after_s=60.0, how=signa
     health = Health(0.05, unresponsive_after_s)
 
     async def kill():
-        await asyncio.sleep(0.5)  # it has answered a check before it is killed
+        await asyncio.sleep(2.0 if how == signal.SIGSTOP else 0.5)  # it has answered a check before it is killed
         for _ in range(deaths):
             os.kill(server.pid, how)
             while not health.take_revived():  # noqa: ASYNC110

@@ -13,11 +13,12 @@ from typing import Any
 
 import httpx
 
+from gymloop.asgi.thread import ServerThread
 from gymloop.errors import DataError
 from gymloop.gym import Environment, Verdict, tool
 from gymloop.gym.serve.app import Bounds, EnvironmentApp
 from gymloop.gym.serve.run import Play
-from gymloop.gym.serve.server import EnvironmentServer
+from gymloop.gym.serve.server import environment_server
 from gymloop.gym.session import InProcessSource
 from gymloop.gym.tools import ToolError
 
@@ -87,7 +88,7 @@ class Served:
     url: str
     port: int
     app: EnvironmentApp
-    server: EnvironmentServer
+    server: ServerThread
     log: list
 
     def client(self) -> httpx.Client:
@@ -105,7 +106,7 @@ def serving(
     held = socket.create_server(("127.0.0.1", port))
     at = held.getsockname()[:2]
     app = EnvironmentApp(source, at, play, replace(Bounds(sweep_s=0.05), **bounds))
-    server = EnvironmentServer(held, app)
+    server = environment_server(held, app)
     server.start()
     try:
         yield Served(f"http://{at[0]}:{at[1]}", at[1], app, server, log)

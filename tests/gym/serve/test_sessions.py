@@ -28,7 +28,7 @@ def test_at_the_bound_a_new_session_is_asked_to_come_back_and_old_ones_play_on()
 
 def test_sessions_that_are_being_opened_count():
     with serving(max_sessions=1) as served, served.client() as slow, served.client() as other:
-        opening = in_background(lambda: slow.post("/seed_session", json={**ROW, "seed_s": 0.6}))
+        opening = in_background(lambda: slow.post("/seed_session", json={**ROW, "seed_s": 2.0}))
         until(lambda: served.log)
         assert other.post("/seed_session", json=ROW).status_code == 429
         opening.join(10)
@@ -43,10 +43,10 @@ def test_a_failed_seed_frees_its_place():
 
 
 def test_silence_ends_a_session_and_a_running_call_is_no_silence():
-    with serving(session_idle_s=0.4) as served, served.client() as silent, served.client() as busy:
+    with serving(session_idle_s=1.5) as served, served.client() as silent, served.client() as busy:
         seeded(silent, name="silent")
         seeded(busy, name="busy")
-        working = in_background(lambda: busy.post("/wait", json={"seconds": 1.0}))
+        working = in_background(lambda: busy.post("/wait", json={"seconds": 3.0}))
         until(lambda: ("close", "silent") in served.log)
         assert silent.post("/add", json={}).json() == {"detail": NO_SESSION}
         working.join(10)
@@ -86,7 +86,7 @@ def test_after_a_restart_the_old_cookie_is_a_lost_session_and_play_can_begin_aga
 
 
 async def test_a_call_that_waits_for_one_that_does_not_end_gives_up():
-    sessions = Sessions(InProcessSource("odd", Odd), most=1, idle_s=60, call_timeout_s=0.1)
+    sessions = Sessions(InProcessSource("odd", Odd), most=1, idle_s=60, call_timeout_s=0.5)
     token = await sessions.open(ROW, None)
     async with sessions.playing(token):
         began = time.monotonic()

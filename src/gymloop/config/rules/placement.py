@@ -15,6 +15,7 @@ ENGINE_GPUS = "policy.generation.colocated.resources.gpus_per_node"
 ENGINE_NODES = "policy.generation.colocated.resources.num_nodes"
 REPLICAS = "policy.generation.replicas"
 TENSOR_PARALLEL = "policy.generation.vllm_cfg.tensor_parallel_size"
+TRANSPORT = "policy.generation.refit_transport"
 
 
 def _cpu(recipe: Recipe, _folder: Path) -> Iterator[Violation]:
@@ -108,4 +109,17 @@ def _policy(recipe: Recipe, _folder: Path) -> Iterator[Violation]:
         )
 
 
-RULES: tuple[Rule, ...] = (_cpu, _resources, _replicas, _policy)
+def _transport(recipe: Recipe, _folder: Path) -> Iterator[Violation]:
+    """Weights stay on a GPU only where policy and engine share one."""
+    if recipe.policy.generation.refit_transport != "cuda_ipc":
+        return
+    if not recipe.cluster.gpus_per_node:
+        yield Violation((TRANSPORT, GPUS), f"'cuda_ipc' needs a GPU, and {GPUS} is 0; expected 'auto'")
+    elif not recipe.policy.generation.colocated.enabled:
+        yield Violation(
+            (TRANSPORT, COLOCATED),
+            f"'cuda_ipc' needs engines on the policy's GPU, and {COLOCATED} is false; expected 'auto' or 'broadcast'",
+        )
+
+
+RULES: tuple[Rule, ...] = (_cpu, _resources, _replicas, _policy, _transport)

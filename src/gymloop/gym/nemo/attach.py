@@ -1,4 +1,4 @@
-"""Servers that another started: found through a running NeMo Gym head server, or given by URL.
+"""Servers that another started, found through a running NeMo Gym head server.
 
 A head server answers ``GET /global_config_dict_yaml`` with the configuration that its servers run with (a JSON string
 that holds YAML), and so with the address of each. Nothing here starts or ends a process.
@@ -17,39 +17,10 @@ from gymloop.config.nearest import did_you_mean
 from gymloop.errors import ConfigError, InfraError
 from gymloop.gym.nemo.blocks import KINDS, Play, plays, select
 from gymloop.gym.nemo.configs import parse
-from gymloop.gym.nemo.server import HEALTH_ROUTE, NemoGymServer
 
 _CONFIG = "/global_config_dict_yaml"
 _ASK_S = 30.0
 _LARGEST = 32 * 2**20
-_HEALTH = (HEALTH_ROUTE, "/")
-"""Servers of NeMo Gym before 0.6 answer only the latter."""
-
-
-def attach_url(name: str, url: str) -> NemoGymServer:
-    """A server by its address; nothing is asked of it yet.
-
-    Raises:
-        ConfigError: ``url`` is no HTTP address.
-    """
-    parts = urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise ConfigError(f"{name}: {url!r} is not an address of a server; expected http://host:port")
-    return NemoGymServer(name, url, routes=_HEALTH)
-
-
-async def attach_head(url: str, *, names: Sequence[str] | None = None) -> dict[str, NemoGymServer]:
-    """The servers of a running NeMo Gym, by instance.
-
-    Args:
-        url: of its head server, by default ``http://127.0.0.1:11000``.
-        names: those wanted, resources servers or agents; None takes all resources servers.
-
-    Raises:
-        ConfigError: it is no head server, or has no server of that name.
-        InfraError: it does not answer.
-    """
-    return {name: attach_url(name, at) for name, at in addresses(await _configuration(url), url, names).items()}
 
 
 async def attach_agents(url: str) -> dict[str, tuple[str, Play]]:
@@ -68,15 +39,15 @@ async def attach_agents(url: str) -> dict[str, tuple[str, Play]]:
     return {name: (where[play.server], play) for name, play in found.items()}
 
 
-def addresses(config: dict[str, Any], url: str, names: Sequence[str] | None = None) -> dict[str, str]:
-    """Where the servers of a head server's configuration are.
+def addresses(config: dict[str, Any], url: str, names: Sequence[str]) -> dict[str, str]:
+    """Where these servers of a head server's configuration are, by name.
 
     A server that listens on all addresses of the head's machine is reached where the head is.
 
     Raises:
         ConfigError: a name is missing from it.
     """
-    found: dict[str, tuple[str, str]] = {}
+    found: dict[str, str] = {}
     for name, value in config.items():
         kind = next((kind for kind in KINDS if isinstance(value, dict) and isinstance(value.get(kind), dict)), None)
         if kind is None or len(value[kind]) != 1:
@@ -86,16 +57,14 @@ def addresses(config: dict[str, Any], url: str, names: Sequence[str] | None = No
             host = str(settings.get("host") or "127.0.0.1")
             if host in ("0.0.0.0", "::"):
                 host = urlsplit(url).hostname or host
-            found[name] = (kind, f"http://{f'[{host}]' if ':' in host else host}:{settings['port']}")
-    if names is None:
-        return {name: at for name, (kind, at) in found.items() if kind == "resources_servers"}
+            found[name] = f"http://{f'[{host}]' if ':' in host else host}:{settings['port']}"
     for name in names:
         if name not in found:
             known = ", ".join(found) or "none"
             raise ConfigError(
                 f"the NeMo Gym at {url} has no server {name!r}{did_you_mean(name, found)}; it has {known}"
             )
-    return {name: found[name][1] for name in names}
+    return {name: found[name] for name in names}
 
 
 async def _configuration(url: str) -> dict[str, Any]:

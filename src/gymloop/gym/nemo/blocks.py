@@ -10,7 +10,7 @@ Everything here is data in, data out.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -23,16 +23,16 @@ NATIVE_AGENTS: Mapping[str, Literal["tool_calling", "gymnasium"]] = {
     "simple_agent": "tool_calling",
     "gymnasium_agent": "gymnasium",
 }
-"""Types of agent whose part gymloop's own agents play, so that no process is started for them."""
+"""Types of agent whose part gymloop's own agents play, so that no process is started for them; see ``_native``."""
 _MAX_STEPS = {"gymnasium_agent": 10}
 """NeMo Gym's default, where it has one."""
-AGENT_KEYS = frozenset({"entrypoint", "resources_server", "model_server", "max_steps", "datasets"})
+AGENT_KEYS = frozenset({"resources_server", "model_server", "max_steps", "datasets"})
 """Settings of a native agent's block that mean something here."""
 POLICY_MODEL = "policy_model"
 
 SERVERS_READ = frozenset(
     {
-        "default_host", "ray_head_node_address", "results_dir", "cache_dir", "hf_token", "verbose",
+        "results_dir", "cache_dir", "hf_token", "verbose",
         "profiling_enabled", "profiling_results_dirpath", "observability_enabled", "telemetry",
         "global_aiohttp_connector_limit", "global_aiohttp_connector_limit_per_host",
         "global_aiohttp_client_request_debug", "global_aiohttp_tcp_keepalive_idle_seconds",
@@ -57,6 +57,8 @@ NOBODY_READS = {
     "uv_venv_dir": _ENVIRONMENT,
     "head_server": _HEAD,
     "head_server_deps": _HEAD,
+    "default_host": "servers listen on 127.0.0.1",
+    "ray_head_node_address": "servers that use Ray join the run's",
     "disallowed_ports": "ports are held by listening on them; use port_range_low and port_range_high",
     "dry_run": "`gymloop check` starts nothing",
     "error_on_almost_servers": "a block that is no server is always an error",
@@ -64,6 +66,8 @@ NOBODY_READS = {
     "use_absolute_ip": "servers and rollouts share one machine",
 }
 """Top-level settings of NeMo Gym that have no meaning here, with the reason."""
+HOST_SETS = {"host": "since gymloop says where a server listens"}
+"""Settings of a server's block that are decided here, with the reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,9 +165,7 @@ def select(merged: Mapping[str, Any], overrides: Mapping[str, Any], environ: Map
     """
     raw = {name: block for name, value in merged.items() if (block := _block(name, value)) is not None}
     wanted = [name for name, block in raw.items() if block.kind == "resources_servers"]
-    wanted += [
-        name for name, block in raw.items() if block.kind == "responses_api_agents" and block.type not in NATIVE_AGENTS
-    ]
+    wanted += [name for name, block in raw.items() if block.kind == "responses_api_agents" and not _native(block)]
     problems: list[str] = []
     used: set[str] = set()
     servers: dict[str, Block] = {}
@@ -177,11 +179,7 @@ def select(merged: Mapping[str, Any], overrides: Mapping[str, Any], environ: Map
                 problems.append(f"{name} refers to {kind} {other!r}, which no config has{did_you_mean(other, of_kind)}")
             elif kind != "environment_servers":
                 wanted.append(other)
-    agents = {
-        name: _settled(block, merged, environ, problems, used)
-        for name, block in raw.items()
-        if block.kind == "responses_api_agents" and block.type in NATIVE_AGENTS
-    }
+    agents = {name: _settled(block, merged, environ, problems, used) for name, block in raw.items() if _native(block)}
     settings = {
         key: settle(value, merged, environ, (key,), problems, used)
         for key, value in merged.items()
@@ -205,6 +203,14 @@ def _block(name: str, value: Any) -> Block | None:
             if isinstance(settings, Mapping) and "entrypoint" in settings:
                 return Block(name, kind, str(type_), settings)
     return None
+
+
+def _native(block: Block) -> bool:
+    """Whether gymloop's own agent does what this one would: one with another model, or without tools, is another."""
+    model = block.settings.get("model_server")
+    own_model = not isinstance(model, Mapping) or model.get("name") in (None, POLICY_MODEL)
+    runs_tools = block.settings.get("execute_tools") is not False
+    return block.kind == "responses_api_agents" and block.type in NATIVE_AGENTS and own_model and runs_tools
 
 
 def _settled(
@@ -234,14 +240,18 @@ def _unread(
 ) -> Iterator[str]:
     """One clause for each override that changes nothing."""
     for key, value in overrides.items():
-        if key in SERVERS_READ or key in HOST_READS or key in used or key in servers:
+        if key in SERVERS_READ or key in HOST_READS or key in used:
             continue
         if key in NOBODY_READS:
             yield f"{key}: nothing reads it here, {NOBODY_READS[key]}; remove it"
-        elif key in agents:
-            settings = next(iter(next(iter(value.values())).values())) if _block_like(value) else value
-            for name in set(settings) - AGENT_KEYS:
-                yield f"{key}: gymloop's {NATIVE_AGENTS[agents[key].type]} agent has no {name!r}; it reads max_steps"
+        elif (block := servers.get(key) or agents.get(key)) is not None:
+            settings = yield from _settings_of(block, value)
+            if key in servers:
+                for name in sorted(set(settings) & HOST_SETS.keys()):
+                    yield f"{key}: nothing reads {name!r}, {HOST_SETS[name]}; remove it"
+            else:
+                for name in sorted(set(settings) - AGENT_KEYS):
+                    yield f"{key}: gymloop's {NATIVE_AGENTS[block.type]} agent has no {name!r}; it reads max_steps"
         elif key in raw and raw[key].kind == "environment_servers":
             yield f"{key}: gymloop starts no environment servers; rollouts go to resources servers directly; remove it"
         elif key == POLICY_MODEL:
@@ -253,5 +263,15 @@ def _unread(
             yield f"{key}: nothing reads it{did_you_mean(key, known)}"
 
 
-def _block_like(value: Any) -> bool:
-    return isinstance(value, Mapping) and len(value) == 1 and isinstance(next(iter(value.values())), Mapping)
+def _settings_of(block: Block, value: Any) -> Generator[str, None, Mapping[str, Any]]:
+    """The settings in an override of a block; yields a clause for whatever does not lie where the block's do."""
+    expected = f"expected {block.name}: {{{block.kind}: {{{block.type}: {{...}}}}}}"
+    for name in (block.kind, block.type):
+        others = sorted(set(value) - {name}) if isinstance(value, Mapping) else [str(value)]
+        for other in others:
+            yield f"{block.name}: nothing reads {other!r} there{did_you_mean(other, [name])}; {expected}"
+        value = value.get(name, {}) if isinstance(value, Mapping) else {}
+    if not isinstance(value, Mapping):
+        yield f"{block.name}: {value!r} are no settings; {expected}"
+        return {}
+    return value

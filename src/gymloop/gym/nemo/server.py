@@ -1,6 +1,6 @@
-"""One server of NeMo Gym: a process that gymloop started and will end, or a URL that another started.
+"""One server of NeMo Gym: a process that gymloop starts and ends.
 
-The port of a hosted server is held by listening on it before its process exists, so its URL is true from the first
+Its port is held by listening on it before its process exists, so its URL is true from the first
 moment, nobody can take the port, and a restarted process serves on the same one; while there is none, connections are
 refused rather than left to wait. The process leads a group of its own, is killed by the kernel when the thread that
 started it ends, and its group is killed before its pid is given back.
@@ -58,25 +58,15 @@ class NemoGymServer:
     Args:
         name: the instance, as configs call it.
         url: base URL.
-        command: how to start its process; None for a server that another started.
+        command: how to start its process.
         held: the listening socket of its port; this object closes it.
-        routes: paths of which one must answer 2xx for it to count as alive.
     """
 
-    def __init__(
-        self,
-        name: str,
-        url: str,
-        *,
-        command: Command | None = None,
-        held: socket.socket | None = None,
-        routes: Sequence[str] = (HEALTH_ROUTE,),
-    ) -> None:
+    def __init__(self, name: str, url: str, *, command: Command, held: socket.socket) -> None:
         self._instance = name
         self.url = url.rstrip("/")
         self._command = command
         self._held = held
-        self._routes = tuple(routes)
         self._process: subprocess.Popen[bytes] | None = None
         self._log_start = 0
         self._refusing = False
@@ -93,7 +83,7 @@ class NemoGymServer:
 
     @property
     def pid(self) -> int | None:
-        """Of the hosted process, while there is one."""
+        """Of its process, while there is one."""
         return None if self._process is None else self._process.pid
 
     def start(self) -> None:
@@ -102,8 +92,6 @@ class NemoGymServer:
         Raises:
             InfraError: it runs already, or the program cannot be started.
         """
-        if self._command is None or self._held is None:
-            raise InfraError(f"{self.name} at {self.url} was started by another; start it there")
         if self._held.fileno() < 0:
             raise InfraError(f"{self.name} was closed")
         if self._process is not None:
@@ -140,7 +128,7 @@ class NemoGymServer:
         if (why := await self._answers_or_ended(deadline_s)) is not None:
             self._raise_if_ended()
             raise InfraError(
-                f"{self.name} did not become ready within {deadline_s:g} s: no answer to {self.url}{self._routes[0]} "
+                f"{self.name} did not become ready within {deadline_s:g} s: no answer to {self.url}{HEALTH_ROUTE} "
                 f"({why}){self._told()}",
                 cause="timeout",
             )
@@ -164,21 +152,20 @@ class NemoGymServer:
         """End what is left of the process, start another on the same port, and wait for it. Sessions are lost.
 
         Raises:
-            InfraError: it is not hosted here, or does not become ready.
+            InfraError: it does not become ready.
         """
         await in_thread(self._end)
         self.start()
         await self.ready(deadline_s)
 
     async def close(self) -> None:
-        """End the hosted process and all it started, and give back the port; for an attached server do nothing."""
+        """End the process and all it started, and give back the port."""
         await in_thread(self.end)
 
     def end(self) -> None:
         """``close`` for callers without an event loop; takes at most ``GRACE_S`` and a moment."""
         self._end()
-        if self._held is not None:
-            self._held.close()
+        self._held.close()
 
     def _end(self) -> None:
         process, self._process = self._process, None
@@ -193,14 +180,14 @@ class NemoGymServer:
         process.wait(timeout=_REAP_S)
 
     def _raise_if_ended(self) -> None:
-        """Raises InfraError when the hosted process is gone."""
+        """Raises InfraError when the process is gone."""
         if self._process is not None and _ended(self._process.pid):
             self._refuse()
             raise InfraError(f"{self.name} ended, {_exit(self._process.pid)}{self._told()}", cause="disconnect")
 
     def _refuse(self) -> None:
         """Have the kernel refuse connections, those that wait among them; the port stays taken."""
-        if self._held is not None and not self._refusing and sys.platform == "linux":
+        if not self._refusing and sys.platform == "linux":
             self._held.shutdown(socket.SHUT_RDWR)
             self._refusing = True
 
@@ -219,25 +206,20 @@ class NemoGymServer:
             answer.cancel()
 
     async def _answers(self, seconds: float | None) -> str | None:
-        """None when a health route answers 2xx, else what happened instead."""
-        what = "no route was asked"
+        """None when it says that it is well, else what happened instead."""
         try:
-            async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=seconds)) as client:
-                for route in self._routes:
-                    async with client.get(self.url + route) as response:
-                        if response.ok:
-                            return None
-                        what = f"{route} answered {response.status}"
+            async with (
+                aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=seconds)) as client,
+                client.get(self.url + HEALTH_ROUTE) as response,
+            ):
+                return None if response.ok else f"{HEALTH_ROUTE} answered {response.status}"
         except TimeoutError:
             return f"none within {seconds or 0:g} s"
         except (aiohttp.ClientError, OSError) as error:
             return f"{type(error).__name__}: {error}"
-        return what
 
     def _told(self) -> str:
         """The end of what the process has written since it was started, to follow a sentence."""
-        if self._command is None:
-            return ""
         try:
             with self._command.log.open("rb") as log:
                 size = log.seek(0, os.SEEK_END)

@@ -6,5 +6,5 @@ body       what a request may carry
 run        POST /run: whole rollouts, played here
 aggregate  POST /aggregate_metrics
 discovery  what a head server would say, so that none is needed
-server     uvicorn on a socket that is held already
+server     how all of it is served
 """

@@ -61,6 +61,7 @@ class Bounds:
     """What clients may take.
 
     Attributes:
+        header_timeout_s: from a connection's first byte awaited to the end of the headers.
         max_body_bytes: of a request.
         body_timeout_s: for the whole body.
         max_sessions: open at once.
@@ -69,6 +70,7 @@ class Bounds:
         sweep_s: between two looks for silent sessions.
     """
 
+    header_timeout_s: float = 30.0
     max_body_bytes: int = 64 * 2**20
     body_timeout_s: float = 60.0
     max_sessions: int = 16384
@@ -96,16 +98,16 @@ class EnvironmentApp:
         if not _NAME.fullmatch(source.name):
             raise ConfigError(f"environment name {source.name!r}: expected letters, digits and . _ - only")
         self._source = source
-        self._bounds = bounds or Bounds()
+        self.bounds = bounds or Bounds()
         self._play = play
         self._started = time.time()
         self._config = configuration(source.name, *at, plays=play is not None)
         self._cookie = f"{source.environment.__name__}___{source.name}"
         self.sessions = Sessions(
             source,
-            most=self._bounds.max_sessions,
-            idle_s=self._bounds.session_idle_s,
-            call_timeout_s=self._bounds.call_timeout_s,
+            most=self.bounds.max_sessions,
+            idle_s=self.bounds.session_idle_s,
+            call_timeout_s=self.bounds.call_timeout_s,
         )
         self._rollouts: Rollouts | None = None
         posts: dict[str, Callable[[Request], Awaitable[Response]]] = {
@@ -130,7 +132,7 @@ class EnvironmentApp:
     async def _life(self, _app: Starlette) -> AsyncGenerator[None, None]:
         async with contextlib.AsyncExitStack() as stack:
             if self._play is not None:
-                rollouts = Rollouts(self._source, self._play, self._bounds.call_timeout_s)
+                rollouts = Rollouts(self._source, self._play, self.bounds.call_timeout_s)
                 self._rollouts = await stack.enter_async_context(rollouts)
             stack.push_async_callback(self.sessions.close_all)
             sweeping = asyncio.create_task(self._sweep())
@@ -139,11 +141,11 @@ class EnvironmentApp:
 
     async def _sweep(self) -> None:
         while True:  # bounded: by the life of the server
-            await asyncio.sleep(self._bounds.sweep_s)
+            await asyncio.sleep(self.bounds.sweep_s)
             await self.sessions.sweep()
 
     async def _body(self, request: Request) -> dict[str, Any]:
-        return await read_object(request, self._bounds.max_body_bytes, self._bounds.body_timeout_s)
+        return await read_object(request, self.bounds.max_body_bytes, self.bounds.body_timeout_s)
 
     async def _status(self, _request: Request) -> Response:
         return json_reply({"status": "ok"})
@@ -177,7 +179,7 @@ class EnvironmentApp:
             if spec is None:
                 status = 404
             where = f"environment {self._source.name}, {name}"
-            text = await within(self._bounds.call_timeout_s, where, session.call_tool(name, arguments))
+            text = await within(self.bounds.call_timeout_s, where, session.call_tool(name, arguments))
         reply = Response(text.encode(), status if text else 204, media_type="text/plain")
         return self._with_cookie(reply, token)
 
@@ -189,7 +191,7 @@ class EnvironmentApp:
         try:
             async with self.sessions.playing(token) as session:
                 where = f"environment {self._source.name}, verify"
-                verdict = await within(self._bounds.call_timeout_s, where, session.verify(response))
+                verdict = await within(self.bounds.call_timeout_s, where, session.verify(response))
         finally:
             await self.sessions.close(token)
         return self._with_cookie(json_reply(judged(body, verdict)), token)

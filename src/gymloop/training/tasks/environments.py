@@ -40,6 +40,7 @@ async def start(plan: Plan, health: Health, hosting: nemo_gym.Hosting | None, ct
     if hosting is not None:
         for name, hosted in nemo_gym.sources(hosting.gym, ctx.results[nemo_gym.PORTS]).items():
             await _open(plan, hosted, ctx)
+            hosting.players.append(hosted)
             sources[name] = hosted
     return sources
 

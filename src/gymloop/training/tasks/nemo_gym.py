@@ -8,14 +8,14 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
 
 from gymloop.cluster.health import Health
 from gymloop.config.plan import Plan
-from gymloop.errors import InfraError
+from gymloop.errors import GymloopError, InfraError
 from gymloop.gym.attached import AttachedEnvironment
 from gymloop.gym.nemo.gym import Gym
 from gymloop.gym.nemo.host import address, hold, hosted
@@ -30,10 +30,17 @@ _MARGIN_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Hosting:
-    """The servers of NeMo Gym that a run starts, and what it may spend on those that die."""
+    """The servers of NeMo Gym that a run starts.
+
+    Attributes:
+        gym: which they are.
+        restarts: what the run may spend on those that die.
+        players: who plays on them; their sessions end with a server.
+    """
 
     gym: Gym
     restarts: Restarts
+    players: list[AttachedEnvironment] = field(default_factory=list)
 
 
 def tasks(plan: Plan, health: Health, hosting: Hosting, task: Callable[..., Task[Any]]) -> Iterator[Task[Any]]:
@@ -80,7 +87,14 @@ async def _serve(plan: Plan, health: Health, hosting: Hosting, name: str, ctx: C
     except InfraError as error:
         wanted = [hint for hint in hints(gym) if hint.startswith(f"server {name} ")]
         raise InfraError("; ".join([*wanted, str(error)]), cause=error.cause) from error
-    health.watch(server, partial(hosting.restarts.revive, server, gym.deadline_s))
+
+    async def revive(trouble: GymloopError) -> None:
+        for player in hosting.players:
+            if player.url == server.url:
+                player.died()
+        await hosting.restarts.revive(server, gym.deadline_s, trouble)
+
+    health.watch(server, revive)
     ctx.on_teardown(partial(health.forget, server))
 
 

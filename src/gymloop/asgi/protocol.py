@@ -11,18 +11,18 @@ from typing import Any
 
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
-_BODY = b'{"error":{"message":"the request headers did not arrive in time","type":"invalid_request_error",' + (
-    b'"param":null,"code":"header_timeout"}}'
-)
-_REPLY = (
-    b"HTTP/1.1 408 Request Timeout\r\ncontent-type: application/json\r\nconnection: close\r\n"
-    + b"content-length: %d\r\n\r\n%s" % (len(_BODY), _BODY)
-)
 
+def with_header_deadline(seconds: float, body: bytes) -> type[asyncio.Protocol]:
+    """uvicorn's protocol class, httptools where it is installed, whose headers must arrive within ``seconds``.
 
-def with_header_deadline(seconds: float) -> type[asyncio.Protocol]:
-    """uvicorn's protocol class, httptools where it is installed, whose headers must arrive within ``seconds``."""
+    Args:
+        seconds: from the first byte awaited.
+        body: JSON, of the 408 that a client gets that is slower.
+    """
     base: Any = AutoHTTPProtocol
+    reply = b"HTTP/1.1 408 Request Timeout\r\ncontent-type: application/json\r\nconnection: close\r\n" + (
+        b"content-length: %d\r\n\r\n%s" % (len(body), body)
+    )
 
     class DeadlineProtocol(base):
         _timer: asyncio.TimerHandle | None = None
@@ -56,7 +56,7 @@ def with_header_deadline(seconds: float) -> type[asyncio.Protocol]:
         def _too_slow(self) -> None:
             self._timer = None
             if self._awaits_headers() and not self.transport.is_closing():
-                self.transport.write(_REPLY)
+                self.transport.write(reply)
                 self.transport.close()
 
     return DeadlineProtocol
