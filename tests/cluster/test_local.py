@@ -44,8 +44,8 @@ class Worker:
 
 
 def free_port():
-    """Outside the range from which the kernel gives ports to others meanwhile."""
-    with hold_socket(18000, 18999) as held:
+    """Outside the ranges from which the kernel and Ray give ports to others meanwhile."""
+    with hold_socket(31000, 31999) as held:
         return held.getsockname()[1]
 
 

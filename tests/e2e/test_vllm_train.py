@@ -44,6 +44,7 @@ def test_a_run_on_vllm_trains_on_what_was_sampled_and_leaves_nothing_behind(home
     assert gone(home, 15), home.processes()
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_the_quickstarts_first_steps_call_tools_on_vllm(tmp_path):
     """The real model and its tools: parser, template, tied head and weight syncs as a user has them."""

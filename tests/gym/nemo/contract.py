@@ -31,7 +31,7 @@ class Recorded:
         except_rows: by line from 1, why the recorded reward is not this version's.
         undecided: by line, why the machine's speed decides the reward; these rows are not replayed.
         tries: sessions that a row has to get its reward.
-        alone: hosted without the others.
+        ray: hosted without the others, with a Ray to join.
         drops: fields of the recorded response that this version refuses.
     """
 
@@ -45,7 +45,7 @@ class Recorded:
     except_rows: Mapping[int, str] = field(default_factory=dict)
     undecided: Mapping[int, str] = field(default_factory=dict)
     tries: int = 1
-    alone: bool = False
+    ray: bool = False
     drops: Sequence[str] = ()
 
     @property
@@ -132,7 +132,7 @@ ENVIRONMENTS = (
         except_rows={5: "recorded before the server read an answer with braces inside its box"},
         tries=2,  # its calculator, too, counts wall time
     ),
-    Recorded("code_gen", alone=True),  # starts a Ray of its own
+    Recorded("code_gen", ray=True),
 )
 
 EXTRAS = tuple(sorted({extra for one in ENVIRONMENTS for extra in one.extras}))

@@ -9,7 +9,10 @@ import asyncio
 import json
 import os
 import re
+import subprocess
+import tempfile
 from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +25,7 @@ from gymloop.gym.http_source import HttpSource
 from gymloop.gym.nemo.host import Gym, close, host
 from gymloop.gym.nemo.install import Installation
 from gymloop.gym.verdict import read_number
+from gymloop.lifeline import reaped
 
 from .contract import ENVIRONMENTS, Recorded
 
@@ -33,6 +37,43 @@ NOBODY = ("127.0.0.1", 9)
 """The policy's address, for servers that would ask a judge: none of the recorded rows may need it."""
 
 
+RAY = """
+import sys
+import ray._private.utils as utils
+utils.get_dashboard_dependency_error = lambda: ImportError("left out")
+import ray
+print(ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False).address_info["gcs_address"], flush=True)
+sys.stdin.read()
+"""
+
+
+RAY_ENVIRON = {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0"}
+"""A run's Ray hands on whether it asks for a token; this one asks for none."""
+
+
+@contextmanager
+def light_ray(installation: Installation) -> Iterator[str]:
+    """The address of a Ray that a server can join, as a run's: of the same Python, and without a dashboard.
+
+    With one, as the server would start it itself, it ends where the dashboard's agent is not up within 15 s.
+    """
+    with tempfile.TemporaryDirectory(prefix="gr") as short, reaped():  # Ray's sockets have no place for a long name
+        process = subprocess.Popen(
+            [str(installation.python), "-c", RAY],
+            env={**os.environ, **RAY_ENVIRON, "RAY_TMPDIR": short},
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        try:
+            yield process.stdout.readline().strip()
+        finally:
+            process.stdin.close()
+            try:
+                process.wait(timeout=20)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait(timeout=10)
+
+
 class Hosting:
     """The servers of one batch of environments at a time; a test of the next batch ends them and starts its own."""
 
@@ -41,28 +82,32 @@ class Hosting:
         self._folder = folder
         self._runner = asyncio.Runner()
         self._batch: tuple[Recorded, ...] = ()
+        self._ray = ExitStack()
         self._servers: dict[str, Any] = {}
         self._urls: dict[str, str] = {}
 
     def url(self, wanted: Recorded) -> str:
         if wanted not in self._batch:
             self.end()
-            together = [one for one in ENVIRONMENTS if not one.alone and not missing(one, self.installation)]
-            place = 0 if wanted.alone else together.index(wanted) // AT_ONCE * AT_ONCE
-            batch = (wanted,) if wanted.alone else tuple(together[place : place + AT_ONCE])
-            self._urls = self.run(self._start(batch))
+            together = [one for one in ENVIRONMENTS if not one.ray and not missing(one, self.installation)]
+            place = 0 if wanted.ray else together.index(wanted) // AT_ONCE * AT_ONCE
+            batch = (wanted,) if wanted.ray else tuple(together[place : place + AT_ONCE])
+            ray = self._ray.enter_context(light_ray(self.installation)) if wanted.ray else None
+            self._urls = self.run(self._start(batch, ray))
             self._batch = batch
         return self._urls[wanted.name]
 
     def run(self, work: Any) -> Any:
         return self._runner.run(work)
 
-    async def _start(self, batch: tuple[Recorded, ...]) -> dict[str, str]:
+    async def _start(self, batch: tuple[Recorded, ...], ray: str | None) -> dict[str, str]:
         given: dict[str, Any] = {"config_paths": [self._config(one) for one in batch]}
         for one in batch:
             given |= one.given
         gym = Gym.load(self.installation, given, [self._folder], os.environ)
-        self._servers = await host(gym, self._folder / "logs", model=NOBODY)
+        self._servers = await host(
+            gym, self._folder / "logs", model=NOBODY, ray_address=ray, environ={**os.environ, **RAY_ENVIRON}
+        )
         return {gym.blocks.servers[name].type: server.url for name, server in self._servers.items()}
 
     def _config(self, one: Recorded) -> str:
@@ -76,6 +121,7 @@ class Hosting:
     def end(self) -> None:
         servers, self._servers, self._batch = self._servers, {}, ()
         self.run(close(servers))
+        self._ray.close()
 
     def close(self) -> None:
         self.end()

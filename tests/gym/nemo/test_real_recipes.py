@@ -6,6 +6,8 @@ The runs are the product's own but for the place of their workers, see ``forked`
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,7 +15,7 @@ import pytest
 import forked
 from gymloop.cli import main as cli
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
 
 RECIPES = Path(__file__).parents[3] / "recipes"
 GYM = [path for path in sorted(RECIPES.glob("*.yaml")) if "nemo_gym:" in path.read_text(encoding="utf-8")]
@@ -97,3 +99,29 @@ def test_the_parts_of_a_reward_reach_the_metrics(nursery, tmp_path, toy, install
     # The first of the two rows asks for San Francisco.
     assert steps[0]["reward/components/correctness/mean"] == 0.5
     assert {record["reward"] for record in records[:ROLLOUTS]} == {2.0, 3.0}
+
+
+def test_the_workplace_recipe_runs_with_the_real_model_and_all_27_tools(tmp_path, installation):
+    path = RECIPES / "workplace_assistant_cpu.yaml"
+    sizes = ["grpo.num_prompts_per_step=1", "grpo.max_num_steps=1", "startup.deadline_s=300"]
+    command = [sys.executable, "-m", "gymloop.cli.main", "train", str(path), "--run", "r"]
+    done = subprocess.run(
+        [*command, *overrides(path, installation), *sizes],
+        cwd=tmp_path, capture_output=True, text=True, timeout=500, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    run = tmp_path / "results" / path.stem / "r"
+    records = [json.loads(line) for line in (run / "trajectories" / "step_00001.jsonl").read_text().splitlines()]
+    assert len(records) == 2
+    for record in records:
+        assert record["segments"][0]["tokens"] > 1200, "the tools were shown"
+        assert 0.0 <= record["reward"] <= 1.0
+
+
+def test_the_reasoning_recipe_trains_on_its_puzzles_and_keeps_the_answer_that_was_read(
+    nursery, tmp_path, toy, installation
+):
+    steps, records = trained(nursery, tmp_path, toy("q"), installation, "reasoning_gym", "<answer>Zoey</answer>")
+    assert [(step["rollouts/finished"], step["rollouts/failed"]) for step in steps] == [(ROLLOUTS, 0)] * STEPS
+    assert all(0.0 <= record["reward"] <= 1.0 for record in records)
+    assert {record["details"]["extracted_answer"] for record in records} == {"Zoey"}
