@@ -170,6 +170,11 @@ def test_light_parts_import_nothing_heavy(name):
     assert not heavy
 
 
+def test_nemo_gym_is_never_imported_only_run():
+    """Not in functions either, and not by the launcher, which its servers' own interpreter runs."""
+    assert not [name for name in MODULES for found in imports(name) if found.target.partition(".")[0] == "nemo_gym"]
+
+
 @pytest.mark.parametrize("name", MODULES)
 def test_every_module_says_what_it_is(name):
     assert ast.get_docstring(tree(name)), f"{MODULES[name].relative_to(SRC)} has no docstring"

@@ -82,6 +82,8 @@ class Server:
         reply = await self._maybe(request, name, fault, "verify", body)
         if reply is None and fault in VERDICTS:
             return web.Response(text=VERDICTS[fault], content_type="application/json")
+        if fault == "pays for a city":
+            return web.json_response({**body, "reward": float("city" in self.bodies[name].get("tool", {}))})
         parts = {"a": 0.25, "b": 0.75} if fault == "good-components" else None
         return reply or web.json_response({**body, "reward": body.get("reward", 1.0), "reward_components": parts})
 
@@ -102,6 +104,8 @@ class Server:
         name, fault = self._session(request)
         body = await request.json()
         reply = await self._maybe(request, name, fault, "step", body)
+        if reply is None and fault in VERDICTS:
+            return web.Response(text=VERDICTS[fault], content_type="application/json")
         if reply is not None:
             return reply
         since_reset = self.log[name][::-1].index("seed")
@@ -118,7 +122,10 @@ class Server:
 
     async def run(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
-        reply = await self._maybe(request, body["name"], body.get("fault", ""), "run", body)
+        fault = body.get("fault", "")
+        reply = await self._maybe(request, body["name"], fault, "run", body)
+        if reply is None and fault in VERDICTS:
+            return web.Response(text=VERDICTS[fault], content_type="application/json")
         return reply or web.json_response(body["reply"])
 
     async def _maybe(

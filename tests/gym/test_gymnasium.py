@@ -163,6 +163,24 @@ async def test_a_step_that_says_no_number_is_a_bad_reply(server, fields, said):
     assert caught.value.cause == "bad_reply"
 
 
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        ("missing-reward", "the reply has no reward"),
+        ("nan-reward", "not JSON"),
+        ("inf-reward", "not JSON"),
+        ("list-reward", r"reward is \[1.0\]"),
+        ("a-number", "expected a JSON object"),
+        ("empty", "an empty body"),
+    ],
+)
+async def test_f13_a_step_without_a_number_pays_nothing(server, fault, said):
+    async with playing(server.url, ["hit", "stand"]) as (agent, model):
+        with pytest.raises(InfraError, match=said) as caught:
+            await agent.play(row(f"step {fault}", fault), model, Conversation(), TERMS)
+    assert caught.value.cause == "bad_reply"
+
+
 async def test_a_server_without_reset_is_the_recipes_mistake(server):
     async with playing(server.url, ["hit"]) as (agent, model):
         with pytest.raises(ConfigError, match="/reset: 404"):

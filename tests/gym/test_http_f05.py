@@ -44,6 +44,7 @@ async def test_f05_the_server_sees_the_good_calls_and_every_rollout_finishes(ser
                     "responses_create_params": {"input": name, "tools": tools},
                     "agent_ref": {"name": "env"},
                     "name": name,
+                    "fault": "pays for a city",
                 },
             )
             for index, name in enumerate(NINE)
@@ -52,6 +53,8 @@ async def test_f05_the_server_sees_the_good_calls_and_every_rollout_finishes(ser
             collector = Collector({"env": source}, client, Rollouts(), max_turns=3, max_tokens=64)
             (group,) = await collector.gather(tasks)
         assert (len(group.trajectories), group.failures) == (9, ())
+        rewards = {name: one.reward for name, one in zip(NINE, group.trajectories, strict=True)}
+        assert rewards == {name: float(name in ("a", "h")) for name in NINE}
         said.append(
             {
                 (request["messages"][0]["content"], message["content"])

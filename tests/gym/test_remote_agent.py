@@ -165,6 +165,15 @@ async def test_a_reply_that_cannot_be_trained_whole_is_a_failure(server, name):
     assert f"{server.url}/run" in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    "fault", ["null-reward", "nan-reward", "inf-reward", "bool-reward", "text-reward", "component-is-null", "a-number"]
+)
+async def test_f13_a_run_without_a_number_pays_nothing(server, fault):
+    with pytest.raises(InfraError) as caught:
+        await play(server, f"run {fault}", GOOD, fault)
+    assert caught.value.cause == "bad_reply"
+
+
 async def test_a_full_context_behind_good_turns_is_truncated_and_makes_no_turn(server):
     def fill(reply, out):
         out[5] = message("")
