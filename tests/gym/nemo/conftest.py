@@ -34,7 +34,11 @@ if settings.get("stubborn"):
         file.write(str(child.pid))
     uvicorn.Server.capture_signals = __import__("contextlib").nullcontext
 
+begun = time.monotonic()
+
 async def healthz(request):
+    if time.monotonic() - begun < settings.get("unwell_s", 0):
+        return JSONResponse({"detail": "loading words"}, 503)
     return JSONResponse({"status": "ok"})
 
 async def told(request):

@@ -25,12 +25,12 @@ async def serve():
     """``await serve({"/path": text})`` is the URL of a server with these answers."""
     runners = []
 
-    async def start(answers: dict[str, str]) -> str:
+    async def start(answers: dict[str, str], status: int = 200) -> str:
         app = web.Application()
         for path, text in answers.items():
 
             async def answer(_request: web.Request, text: str = text) -> web.Response:
-                return web.Response(text=text, content_type="application/json")
+                return web.Response(text=text, content_type="application/json", status=status)
 
             app.router.add_get(path, answer)
         runner = web.AppRunner(app)
@@ -65,6 +65,12 @@ async def test_what_is_no_head_server_is_said(serve, answer):
 async def test_a_server_without_that_route_is_no_head_server(serve):
     with pytest.raises(ConfigError, match="answered 404"):
         await attach_agents(await serve({"/healthz": "{}"}))
+
+
+@pytest.mark.parametrize("status", [500, 502, 503])
+async def test_a_head_server_that_is_not_up_yet_is_infra_so_that_it_is_asked_again(serve, status):
+    with pytest.raises(InfraError, match=f"answered {status}"):
+        await attach_agents(await serve({"/global_config_dict_yaml": "starting"}, status))
 
 
 async def test_nobody_there_is_infra(unused_tcp_port_factory):

@@ -205,6 +205,14 @@ def test_what_is_wrong_with_the_block_is_said(odd, given, said):
         odd({"a": {}}, **given)
 
 
+async def test_a_server_that_says_that_it_is_not_well_yet_is_asked_again(odd, tmp_path):
+    servers = await host(odd({"a": {"unwell_s": 1.0}}), tmp_path)
+    try:
+        await servers["a"].check()
+    finally:
+        await close(servers)
+
+
 async def test_a_wait_that_is_cancelled_leaves_nothing(odd, tmp_path):
     gym = odd({"a": {"sleeps": 60}})
     starting = asyncio.create_task(host(gym, tmp_path))

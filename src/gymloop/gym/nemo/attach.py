@@ -74,6 +74,8 @@ async def _configuration(url: str) -> dict[str, Any]:
             aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=_ASK_S)) as client,
             client.get(ask) as response,
         ):
+            if response.status >= 500:
+                raise InfraError(f"{ask} answered {response.status}", cause="server_error")
             if not response.ok:
                 raise ConfigError(f"{url} is no NeMo Gym head server: {_CONFIG} answered {response.status}")
             body = b""

@@ -31,6 +31,7 @@ GRACE_S = 3.0
 """Between asking a server to end and killing it; uvicorn gives requests in flight half a second."""
 _REAP_S = 10.0
 _LOOK_S = 0.1
+_ASK_AGAIN_S = 0.25
 _TAIL_LINES = 20
 _TAIL_BYTES = 16_384
 
@@ -124,14 +125,18 @@ class NemoGymServer:
         Raises:
             InfraError: it ended, or did not answer within ``deadline_s``; with the end of its log.
         """
-        # The request waits in the queue of the held socket and is answered when the server begins to: no polling.
-        if (why := await self._answers_or_ended(deadline_s)) is not None:
+        # The request waits in the queue of the held socket and is answered when the server begins to; it is asked again
+        # only of one that answers that it is not well yet.
+        until = time.monotonic() + deadline_s
+        while (why := await self._answers_or_ended(max(_LOOK_S, until - time.monotonic()))) is not None:
             self._raise_if_ended()
-            raise InfraError(
-                f"{self.name} did not become ready within {deadline_s:g} s: no answer to {self.url}{HEALTH_ROUTE} "
-                f"({why}){self._told()}",
-                cause="timeout",
-            )
+            if time.monotonic() + _ASK_AGAIN_S > until:
+                raise InfraError(
+                    f"{self.name} did not become ready within {deadline_s:g} s: no answer to {self.url}{HEALTH_ROUTE} "
+                    f"({why}){self._told()}",
+                    cause="timeout",
+                )
+            await asyncio.sleep(_ASK_AGAIN_S)
 
     async def check(self) -> None:
         """Return once it has answered; how long it may be silent is for the caller to say.
