@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from gymloop.errors import DataError
 from gymloop.rollouts.trajectory import Turn, all_segments, segments
 from gymloop.serving.prompt import Prompt, build_prompt
+from gymloop.serving.refusal import ApiError
 from gymloop.tokens import Renderer
 from gymloop.tokens.divergence import diverge, first_difference
 from gymloop.tokens.reply import reply_reader
@@ -242,6 +243,12 @@ def play(draw: Any, toy: Any) -> None:
         except DataError:
             event("refused")
             break  # the template refuses this conversation: a typed 4xx
+        except ApiError as refusal:
+            event("refused")
+            assert (refusal.status, refusal.code) == (400, "cannot_continue")
+            assert mode == "prefix", "only an explicit prefix has nothing to fall back on"
+            assert not any(message["role"] == "assistant" for message in client.messages)
+            break
         check_turn(client, mode, client.messages, prompt)
         client.say(prompt, sample(draw, renderer))
     event(f"{len(client.turns)} turns in {len(all_segments(client.turns))} segments")
