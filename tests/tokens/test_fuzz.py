@@ -211,6 +211,13 @@ def check_turn(client: Client, mode: str, messages: list[dict], prompt: Prompt) 
     assert controls(renderer, new) == controls(renderer, expected)
 
 
+def check_refusal(refusal: Exception, mode: str, messages: list[dict]) -> None:
+    if isinstance(refusal, ApiError):
+        assert (refusal.status, refusal.code) == (400, "cannot_continue")
+        assert mode == "prefix", "only an explicit prefix has nothing to fall back on"
+        assert not any(message["role"] == "assistant" for message in messages)
+
+
 def check_trajectory(turns: list[Turn]) -> None:
     parts = all_segments(turns)
     assert [part for part in parts if part.sampled] == list(segments(turns))
@@ -240,15 +247,10 @@ def play(draw: Any, toy: Any) -> None:
         client.messages = edited(draw, client.messages)
         try:
             prompt = client.prompt(mode, client.messages)
-        except DataError:
+        except (DataError, ApiError) as refusal:
             event("refused")
+            check_refusal(refusal, mode, client.messages)
             break  # the template refuses this conversation: a typed 4xx
-        except ApiError as refusal:
-            event("refused")
-            assert (refusal.status, refusal.code) == (400, "cannot_continue")
-            assert mode == "prefix", "only an explicit prefix has nothing to fall back on"
-            assert not any(message["role"] == "assistant" for message in client.messages)
-            break
         check_turn(client, mode, client.messages, prompt)
         client.say(prompt, sample(draw, renderer))
     event(f"{len(client.turns)} turns in {len(all_segments(client.turns))} segments")
