@@ -33,6 +33,8 @@ RUN = (
 NO_WARM_UP = (*RUN, "sft_warmup.steps=0")
 # A toy's few rollouts last milliseconds, less than a kill takes: this many are under way for seconds.
 MANY_ROLLOUTS = (*NO_WARM_UP, "grpo.num_prompts_per_step=100", "grpo.num_generations_per_prompt=8")
+SOME_ROLLOUTS = (*NO_WARM_UP, "grpo.num_prompts_per_step=20", "grpo.num_generations_per_prompt=8")
+MANY_ROWS = (*NO_WARM_UP, "grpo.max_val_samples=800", "data.validation.num_tasks=800")
 
 
 @pytest.fixture
@@ -80,7 +82,7 @@ HELD_IN_SYNC = (
     ("step 1: weight sync", None, None),
 )
 HELD_IN_UPDATE = (("step 1: rollouts", "policy", signal.SIGSTOP), ("step 1: update", None, None))
-HELD_IN_SAVE = (("validation on 60 rows", "policy", signal.SIGSTOP), ("step 1: saving", None, None))
+HELD_IN_SAVE = (("validation on 800 rows", "policy", signal.SIGSTOP), ("step 1: saving", None, None))
 CASES = {
     # who is killed; what is done before, each when the log says so; the phase that is named
     "policy_in_startup": ("policy", (("policy: waits for", None, None),), r"startup \(.*policy"),
@@ -90,15 +92,26 @@ CASES = {
     "policy_in_update": ("policy", HELD_IN_UPDATE, "step 1: update"),
     "policy_in_weight_sync": ("policy", HELD_IN_SYNC, "step 1: weight sync"),
     "engine_in_weight_sync": ("engine", HELD_IN_SYNC, "step 1: weight sync"),
-    "engine_in_validation": ("engine", (("validation on 60 rows", None, None),), "validation on 60 rows"),
+    "engine_in_validation": ("engine", (("validation on 800 rows", None, None),), "validation on 800 rows"),
     "policy_in_save": ("policy", HELD_IN_SAVE, "step 1: saving"),
+}
+
+# The phase in which a signal is sent has to last for much longer than that takes.
+HOW = {
+    "policy_in_warmup": RUN,
+    "engine_in_rollouts": MANY_ROLLOUTS,
+    "policy_in_update": SOME_ROLLOUTS,
+    "policy_in_weight_sync": SOME_ROLLOUTS,
+    "engine_in_weight_sync": SOME_ROLLOUTS,
+    "engine_in_validation": MANY_ROWS,
+    "policy_in_save": MANY_ROWS,
 }
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_f15_a_worker_that_dies_in_any_phase_is_named_within_10_s_with_the_phase_and_its_log(home, case):
     name, script, phase = CASES[case]
-    process = home.start(*(RUN if "warmup" in case else MANY_ROLLOUTS if "rollouts" in case else NO_WARM_UP))
+    process = home.start(*HOW.get(case, NO_WARM_UP))
     try:
         pids = {}
         if "startup" not in case:
