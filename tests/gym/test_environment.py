@@ -112,6 +112,10 @@ class Faulty(Environment):
         ({"error": TimeoutError("db")}, "environment counter, verify: TimeoutError: db"),
         ({"value": math.nan}, "environment counter, verify: returned nan; expected a Verdict or a finite number"),
         ({"value": True}, "environment counter, verify: returned True; expected a Verdict or a finite number"),
+        (
+            {"value": Verdict(1.0, details={"read": object()})},
+            "environment counter, verify: details are not JSON (Type is not JSON serializable: object)",
+        ),
         ({"value": "1.0"}, "environment counter, verify: returned '1.0'"),
         ({"value": None}, "environment counter, verify: returned None"),
         ({"value": lambda: Verdict(True)}, "environment counter, verify: verify returned reward = True"),

@@ -28,7 +28,7 @@ class Verdict:
     Attributes:
         reward: finite.
         components: named parts; when given they sum to ``reward`` (relative 1e-5, absolute 1e-6).
-        details: what else the environment said of it, such as the answer that it read; for the records.
+        details: what else the environment said of it, such as the answer that it read; JSON values, for the records.
     """
 
     reward: float

@@ -152,9 +152,13 @@ class InProcessSession:
     async def verify(self, response: Mapping[str, Any]) -> Verdict:
         """Score the conversation; a plain number is a verdict without components."""
         value = await self.run("verify", self.environment.verify, response)
-        if isinstance(value, Verdict):
-            return value
         where = f"environment {self._name}, verify"
+        if isinstance(value, Verdict):
+            try:
+                orjson.dumps(value.details)
+            except TypeError as error:  # a record that cannot be written would end the run
+                raise InfraError(f"{where}: details are not JSON ({error})", cause="bad_reply") from error
+            return value
         if isinstance(value, bool) or not isinstance(value, numbers.Real) or not math.isfinite(value):
             raise InfraError(f"{where}: returned {value!r}; expected a Verdict or a finite number", cause="bad_reply")
         return Verdict(float(value))
