@@ -160,9 +160,7 @@ class AttachedEnvironment:
                 return f"GET {_ROUTE} answered {response.status}" if response.status in _ABSENT else None
         except TimeoutError:
             return f"GET {_ROUTE} was not answered"
-        except aiohttp.ClientConnectorError as error:
-            if isinstance(error.os_error, ConnectionRefusedError):
-                self.died()  # whoever listens there next is another
-            return f"GET {_ROUTE}: {type(error).__name__}: {error}"
         except (aiohttp.ClientError, OSError) as error:
+            if isinstance(error, aiohttp.ClientConnectorError) and isinstance(error.os_error, ConnectionRefusedError):
+                self.died()  # whoever listens there next is another
             return f"GET {_ROUTE}: {type(error).__name__}: {error}"

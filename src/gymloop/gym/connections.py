@@ -31,8 +31,6 @@ closing one could not be repeated."""
 BUSY_S = 2.5
 """A connection whose answer took longer is not kept: a server (or this process) that is so far behind may find the time
 of an idle connection over before it has read the request that came in on it."""
-
-
 HEADERS_BYTES = 2**16
 """Of an answer's headers, at most."""
 _JOINED = 4096

@@ -39,8 +39,9 @@ def read_verdict(value: Mapping[str, Any], url: str, row: Row) -> Verdict:
     if not isinstance(parts, Mapping):
         raise InfraError(f"{url}: reward_components is {_shown(parts)}; expected an object", cause="bad_reply")
     components = {name: read_number(parts, name, f"{url}: reward_components") for name in parts}
+    known = _KNOWN | row.keys()
     try:
-        return Verdict(reward, components, {key: said for key, said in value.items() if key not in _KNOWN | row.keys()})
+        return Verdict(reward, components, {key: said for key, said in value.items() if key not in known})
     except InfraError as error:
         raise InfraError(f"{url}: {error}", cause=error.cause) from error
 

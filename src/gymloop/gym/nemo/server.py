@@ -1,9 +1,9 @@
 """One server of NeMo Gym: a process that gymloop starts and ends.
 
-Its port is held by listening on it before its process exists, so its URL is true from the first
-moment, nobody can take the port, and a restarted process serves on the same one; while there is none, connections are
-refused rather than left to wait. The process leads a group of its own, is killed by the kernel when the thread that
-started it ends, and its group is killed before its pid is given back.
+Its port is held by listening on it before its process exists, so its URL is true from the first moment, nobody can take
+the port, and a restarted process serves on the same one; while there is none, connections are refused rather than left
+to wait. The process leads a group of its own, is killed by the kernel when the thread that started it ends, and its
+group is killed before its pid is given back.
 """
 
 from __future__ import annotations
