@@ -55,6 +55,10 @@ class Worker:
         print("last words", flush=True)
         os._exit(7)
 
+    def check(self) -> None:
+        if self.value < 0:
+            raise InfraError("its memory is gone")
+
     def close(self) -> None:
         self.value = -1
 
@@ -122,6 +126,15 @@ async def test_a_worker_that_was_killed_fails_its_check_with_its_name(remote):
     health.watch(remote)
     with pytest.raises(InfraError, match="adder"):
         await asyncio.wait_for(health.failed(), 10)
+
+
+async def test_a_worker_that_says_itself_that_it_cannot_go_on_fails_its_check_with_its_name(remote):
+    await remote.check()
+    await remote.call("add", -6, timeout=60)
+    with pytest.raises(InfraError, match=r"^adder: its memory is gone$"):
+        await remote.check()
+    await remote.call("add", 6, timeout=60)
+    await remote.check()
 
 
 async def test_heartbeats_are_answered_while_every_thread_of_the_worker_is_busy(remote):

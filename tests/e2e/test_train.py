@@ -32,6 +32,10 @@ def test_a_run_trains_validates_saves_and_leaves_nothing_behind_then_resumes(hom
     assert [entry["step"] for entry in steps] == [0, 1, 2]
     assert steps[0]["sft/loss"] > 0
     assert steps[0]["startup/total_s"] >= max(steps[0]["startup/engine_s"], steps[0]["startup/policy_s"])
+    told = [entry["startup/first_tokens_s"] for entry in steps if "startup/first_tokens_s" in entry]
+    assert len(told) == 1, "of the first reply and of no other"
+    assert told[0] > steps[0]["startup/total_s"]
+    assert f"first sampled tokens after {told[0]:.1f} s" in output
     for entry in steps[1:]:
         assert entry["rollouts/finished"] == 6
         assert entry["tokens/trained"] == entry["tokens/sampled"] > 0

@@ -89,6 +89,14 @@ async def test_every_turn_of_a_rollout_is_played_on_the_replica_of_its_first():
     assert opened.load == {"engine-0": 0, "engine-1": 0}
 
 
+async def test_every_reply_with_sampled_tokens_is_told_whichever_replica_it_comes_from():
+    told = []
+    async with replicas(*(ScriptedModel({"p": [Say("done", delay=0.2)]}) for _ in range(2))) as (opened, _):
+        opened.on_sampled(lambda: told.append(1))
+        await collector(opened).gather(expand([("g", row("p"))], 4))
+    assert len(told) == 4
+
+
 async def test_the_load_is_spread_evenly():
     script = {"p": [Say("done", delay=1.0)]}
     models = [ScriptedModel(script), ScriptedModel(script)]

@@ -161,6 +161,24 @@ async def test_a4_a_task_without_progress_is_named_with_what_it_waited_for():
     )
 
 
+async def test_a_remark_stays_with_its_task_and_is_no_progress():
+    async def load(context):
+        context.remark("compile cache hit")
+
+    async def stuck(context):
+        for _ in range(100):
+            context.remark("still here")
+            await asyncio.sleep(0.05)
+
+    started = await run_graph([Task("engine", load, deadline_s=5), sleeper("policy", 0.01)])
+    assert {record.task: record.remarks for record in started.timeline.records} == {
+        "engine": ("compile cache hit",),
+        "policy": (),
+    }
+    with pytest.raises(StartupError, match=r"no progress for 0\.2 s"):
+        await run_graph([Task("engine", stuck, deadline_s=0.2)])
+
+
 async def test_progress_extends_the_deadline_also_from_a_thread():
     def load(context):
         for shard in range(5):

@@ -9,7 +9,7 @@ from gymloop.startup import Record, Timeline, critical_path
 
 RECORDS = (
     Record("sockets", 0.0, 0.5),
-    Record("engine", 0.5, 4.5, ("sockets",), ((1.0, "shard 1"),)),
+    Record("engine", 0.5, 4.5, ("sockets",), ((1.0, "shard 1"),), remarks=("compile cache miss",)),
     Record("environment", 0.5, 3.0, ("sockets",)),
     Record("data", 0.0, 1.0),
     Record("ready", 4.5, 5.0, ("environment", "engine", "data")),
@@ -55,4 +55,6 @@ def test_the_table_marks_the_critical_path_and_says_the_totals():
     lines = out.getvalue().splitlines()
     marked = {line.split("│")[1].strip() for line in lines if " * " in line and "│" in line}
     assert marked == {"sockets *", "engine *", "ready *"}
+    engine = next(number for number, line in enumerate(lines) if "engine *" in line)
+    assert "compile cache miss" in lines[engine + 1]
     assert "total 5.0 s, one after another 8.5 s, critical path 5.0 s" in out.getvalue()

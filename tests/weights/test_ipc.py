@@ -19,24 +19,27 @@ class Device:
 
     def __init__(self, *allocations):
         self.blocks = {one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in allocations}
-        self.exported, self.mapped, self.waits = [], [], 0
+        self.exported, self.mapped, self.calls = [], [], []
 
     def block_of(self, pointer):
         return next((base, size) for base, size in self.blocks.items() if base <= pointer < base + size)
 
     def export(self, block):
+        self.calls.append("export")
         self.exported.append(block)
         return block.to_bytes(8, "little")
 
     def map(self, handle):
+        self.calls.append("map")
         self.mapped.append(int.from_bytes(handle, "little"))
         return self.mapped[-1]
 
     def unmap(self, block):
+        self.calls.append("unmap")
         self.mapped.remove(block)
 
     def synchronize(self):
-        self.waits += 1
+        self.calls.append("wait")
 
 
 @pytest.fixture
@@ -51,7 +54,7 @@ def test_each_allocation_has_one_handle_and_each_parameter_its_place_in_it(param
     offer = pickle.loads(pickle.dumps(IpcSender(device).offer(named, REQUEST, None)))
     assert len(offer.carrier.handles) == 2
     assert offer.carrier.lies_in == ((0, 0), (1, 0), (0, 128))
-    assert device.waits == 1, "the policy's last kernels have ended before anybody reads"
+    assert device.calls == ["wait", "export", "export"], "the policy's last kernels have ended before anybody reads"
 
 
 def test_the_receiver_maps_each_allocation_once_waits_for_its_copies_and_unmaps(parameters):
@@ -60,11 +63,12 @@ def test_the_receiver_maps_each_allocation_once_waits_for_its_copies_and_unmaps(
     offer = IpcSender(device).offer(named, REQUEST, None)
     receiver = WeightReceiver("cuda")
     receiver._memory = device
+    device.calls.clear()
     with receiver.opened(offer, 1) as source:
         assert sorted(device.mapped) == sorted(device.exported)
         assert source.addresses == tuple(value.data_ptr() for _, value in named)
     assert device.mapped == []
-    assert device.waits == 2
+    assert device.calls == ["wait", "map", "map", "wait", "unmap", "unmap"], "its copies are done before it lets go"
     with (
         pytest.raises(ValueError, match="the engine"),
         receiver.opened(IpcSender(device).offer(named, SyncRequest("cuda_ipc", 2, 1, 1, False, 5.0), None), 2),

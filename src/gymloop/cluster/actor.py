@@ -21,6 +21,7 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 from gymloop.cluster.environment import is_needed, python_without
+from gymloop.cluster.remote import ask, named
 from gymloop.errors import GymloopError, InfraError
 from gymloop.lifeline import tie_to_parent
 
@@ -128,7 +129,7 @@ class RayRemote:
             # bounded: ``health.Health`` gives up on it, and the actor's death ends it
             pulse = await asyncio.wrap_future(beat.future())
         except Exception as error:
-            raise self._translated(error, "its work") from error
+            raise self._ill(error) from error
         self._pulse = pulse if pulse.node == self._node else None
 
     def symptoms(self) -> str:
@@ -160,6 +161,13 @@ class RayRemote:
             if self._pulse is not None and self._pulse.state() is not None:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(self._pulse.pid, signal.SIGKILL)
+
+    def _ill(self, error: Exception) -> GymloopError:
+        """What a heartbeat met: a process that is gone, or a worker that says itself that it cannot go on."""
+        told = self._translated(error, "its work")
+        if not isinstance(getattr(error, "cause", None), GymloopError):
+            return told
+        return InfraError(named(self._name, told), cause=told.cause)
 
     def _translated(self, error: Exception, method: str) -> GymloopError:
         import ray
@@ -216,6 +224,7 @@ class _Host:
     def pulse(self) -> Pulse:
         import ray
 
+        ask(self._worker)
         stat = _stat(os.getpid())
         return Pulse(ray.get_runtime_context().get_node_id(), os.getpid(), "" if stat is None else stat[1])
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Protocol
 
-from gymloop.errors import InfraError
+from gymloop.errors import GymloopError, InfraError
 
 
 class Remote(Protocol):
@@ -36,8 +36,10 @@ class Remote(Protocol):
     async def check(self) -> None:
         """Return once the worker's process has answered a heartbeat, which no busy call holds up.
 
+        A worker that has a method ``check`` is asked with each: one that has lost what it works with cannot go on.
+
         Raises:
-            InfraError: the process is gone.
+            InfraError: the process is gone, or what the worker's ``check`` raised.
         """
 
     def symptoms(self) -> str:
@@ -45,6 +47,18 @@ class Remote(Protocol):
 
     def kill(self) -> None:
         """End the worker at once; calls in flight raise InfraError. Safe to call twice."""
+
+
+def ask(worker: Any) -> None:
+    """The worker's part in ``Remote.check``."""
+    check = getattr(worker, "check", None)
+    if check is not None:
+        check()
+
+
+def named(name: str, error: GymloopError) -> str:
+    """What a worker says of itself, with its name."""
+    return str(error) if name in str(error) else f"{name}: {error}"
 
 
 class InlineRemote:
@@ -82,9 +96,13 @@ class InlineRemote:
         return self._pool.submit(work)
 
     async def check(self) -> None:
-        """Threads of this process do not die by themselves: fails only after ``kill``."""
+        """Threads of this process do not die by themselves: fails after ``kill``, or as the worker says."""
         if self._killed:
             raise InfraError(f"{self.name} was ended")
+        try:
+            ask(self._worker)
+        except GymloopError as error:
+            raise InfraError(named(self.name, error), cause=error.cause) from error
 
     def symptoms(self) -> str:
         """Nothing: it answers whenever this process does."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from gymloop.config.rules.saving import VALIDATION
-from gymloop.config.schema import Recipe
+from gymloop.config.schema import Generation, Recipe, VllmCfg
 
 
 def notes(recipe: Recipe) -> Iterator[str]:
@@ -27,9 +27,13 @@ def notes(recipe: Recipe) -> Iterator[str]:
             f"{saving.save_period} is no multiple of grpo.val_period {grpo.val_period}"
         )
     in_flight = min(recipe.rollouts.max_concurrency, grpo.num_prompts_per_step * grpo.num_generations_per_prompt)
-    rows = generation.torch_cfg.max_batch_size
+    rows, key = _rows(generation)
     if in_flight > rows:
-        yield (
-            f"{in_flight} rollouts are in flight and the engine decodes {rows} at once "
-            "(policy.generation.torch_cfg.max_batch_size): the others wait"
-        )
+        yield f"{in_flight} rollouts are in flight and the engine decodes {rows} at once ({key}): the others wait"
+
+
+def _rows(generation: Generation) -> tuple[int, str]:
+    """Requests that one engine decodes together, and the key that says so."""
+    if generation.backend == "vllm":
+        return (generation.vllm_cfg or VllmCfg()).max_num_seqs, "policy.generation.vllm_cfg.max_num_seqs"
+    return generation.torch_cfg.max_batch_size, "policy.generation.torch_cfg.max_batch_size"

@@ -31,6 +31,7 @@ from gymloop.generation.vllm.event_loop import LoopThread
 from gymloop.generation.vllm.life import Life
 from gymloop.generation.vllm.request import OnTokens, Request, sampling_params
 from gymloop.generation.vocabulary import check_bias, checked_prompt
+from gymloop.weights.offer import Offer
 from gymloop.weights.source import WeightSource
 
 LOAD_LIMIT_S = 3600.0
@@ -178,7 +179,7 @@ class VllmEngine:
         """
         self._check_sampling(sampling)
         prompt = checked_prompt(prompt_ids, request_id, self._vocab).tolist()
-        if self._life.over:
+        if self._life.refuses:
             raise self._life.loss(request_id)
         if len(prompt) >= self._max_model_len:
             return Sample((), (), "length", self.weight_version, self.weight_version)
@@ -198,7 +199,7 @@ class VllmEngine:
         self._loop.soon(self._abort, request_id)
 
     def _admit(self, request: Request) -> None:
-        if self._life.over:
+        if self._life.refuses:
             request.fail(self._life.loss(request.request_id))
             return
         if request.request_id in self._requests:
@@ -239,7 +240,7 @@ class VllmEngine:
         except asyncio.CancelledError:
             if request.aborted:
                 request.finish("abort", self.weight_version)
-            elif self._life.over:
+            elif self._life.refuses:
                 request.fail(self._life.loss(request.request_id))
         except InfraError as error:
             request.fail(error)
@@ -264,7 +265,7 @@ class VllmEngine:
             request.fail(self._life.loss(request.request_id))
 
     def _give_up(self) -> None:
-        """The engine is dead; on its loop. vLLM may wait for its dead core before it lets go of a request."""
+        """The engine is dead, or its weights are; on its loop. vLLM may wait for a dead core before it lets go."""
         self._fail_all()
         for request in list(self._requests.values()):
             if request.task is not None:
@@ -287,11 +288,27 @@ class VllmEngine:
         """Go on after ``pause``."""
         self._control.resume()
 
-    def load_weights(self, source: WeightSource, version: int) -> None:
-        """Replace every parameter in place; requests in flight go on with the new weights.
+    def take_weights(self, offer: Offer, version: int, first_rank: int = 1) -> None:
+        """Have vLLM's processes take the policy's weights, each by itself; requests in flight go on with the new ones.
 
-        All bytes are brought into memory that vLLM's processes share before anything changes. Cached keys and values
-        belong to the old weights and are computed again.
+        Cached keys and values belong to the old weights and are computed again.
+
+        Args:
+            offer: of the policy.
+            version: number of the weights.
+            first_rank: of the first process among the receivers of the offer; the others follow.
+
+        Raises:
+            ConfigError: the weights do not fit the model; nothing was changed.
+            InfraError: they did not arrive. Where some were replaced before, every request is refused until an update
+                is complete, or, where none can mend it, the engine is dead.
+        """
+        self._control.take_weights(offer, version, first_rank)
+
+    def load_weights(self, source: WeightSource, version: int) -> None:
+        """Replace every parameter by those that this process has, or receives; see ``take_weights``.
+
+        All bytes are brought into memory that vLLM's processes share before anything changes.
 
         Raises:
             ConfigError: a parameter is missing, unknown, twice there, tied, or of another shape; nothing was changed.
@@ -302,7 +319,8 @@ class VllmEngine:
     def sleep(self, level: int = 1) -> None:
         """Free device memory: level 1 drops the KV cache and offloads the weights, 2 drops both.
 
-        A CPU build frees nothing and stands still until ``wake``.
+        After level 2 every request is refused until an update is complete. A CPU build frees nothing and stands still
+        until ``wake``.
         """
         self._control.sleep(level)
 

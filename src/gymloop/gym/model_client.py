@@ -109,6 +109,8 @@ class ModelClient:
         self._gone: str | None = None
         self.on_lost: Callable[[], None] | None = None
         """Told of every connection that was refused or lost."""
+        self.on_sampled: Callable[[], None] | None = None
+        """Told of every reply with sampled tokens."""
 
     async def __aenter__(self) -> ModelClient:
         self._connections = Connections(self._base_url, limit=self._max_concurrency, max_answer_bytes=_LARGEST_REPLY)
@@ -190,8 +192,11 @@ class ModelClient:
             pieces = [pieces[0][:-1], b',"required_prefix_token_ids":', *carried.json(), b"}"]
         answer = await self._answered(pieces, headers)
         cut = carried.cut(answer.body)
-        reply = parse_json(answer.body if cut is None else cut, answer.content_type, self.url)
-        return read_reply(reply, carried.ids if cut is None else (), self.url, None if cut is None else carried)
+        value = parse_json(answer.body if cut is None else cut, answer.content_type, self.url)
+        reply = read_reply(value, carried.ids if cut is None else (), self.url, None if cut is None else carried)
+        if self.on_sampled is not None and reply.turn.sampled_ids:
+            self.on_sampled()
+        return reply
 
     async def weight_version(self) -> int:
         """The version of the weights that the engine samples with now.

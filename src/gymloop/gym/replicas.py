@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AsyncExitStack, contextmanager
 from functools import partial
 from types import TracebackType
@@ -65,6 +65,11 @@ class Replicas:
             yield self._clients[name]
         finally:
             self._routing.give_back(name)
+
+    def on_sampled(self, told: Callable[[], None]) -> None:
+        """Have ``told`` called at every reply with sampled tokens, whichever replica it comes from."""
+        for client in self._clients.values():
+            client.on_sampled = told
 
     def bury(self, name: str, why: str) -> None:
         """A replica is gone: its calls in flight fail with ``why``, and nothing is asked of it any more."""

@@ -213,6 +213,11 @@ METRICS = Registry(
         Metric("checkpoint/failed", "last", "whether the save before this step failed, 1 or 0", "0"),
         Metric("startup/*", "last", "wall time of one startup task, or of the whole startup, seconds"),
         Metric(
+            "startup/first_tokens_s",
+            "last",
+            "from the run's request to the first reply with sampled tokens, a warm-up before it included, seconds",
+        ),
+        Metric(
             "health/loop_lag_s",
             "last",
             "longest time the driver's event loop stood still since the last step, seconds",

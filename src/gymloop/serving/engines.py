@@ -13,8 +13,10 @@ from gymloop.compat import Precision, settle_precision
 from gymloop.generation import capacity
 from gymloop.generation.engine import Engine
 from gymloop.generation.vllm.settings import VllmSettings
+from gymloop.generation.vllm_engine import VllmEngine
 from gymloop.models.load import tensor_bytes
 from gymloop.serving.engine_spec import EngineSpec
+from gymloop.serving.receiving import InThisProcess, InVllmsProcesses, Receiving
 
 OnProgress = Callable[[str, int, int], None]
 """Called with what is being loaded, the bytes of it that are there, and their total (0 where nobody knows)."""
@@ -42,7 +44,7 @@ def settled_device(device: str) -> str:
 
 def load_engine(
     spec: EngineSpec, folder: Path, device: str, on_progress: OnProgress
-) -> tuple[ServedEngine, dict[str, Any]]:
+) -> tuple[ServedEngine, Receiving, dict[str, Any]]:
     """Start the engine that the spec asks for.
 
     Args:
@@ -52,7 +54,8 @@ def load_engine(
         on_progress: hears how the load gets on.
 
     Returns:
-        The engine, and facts for the startup table: backend, precision, device, context length, rows.
+        The engine, how it takes weights, and facts for the startup table: backend, precision, device, context length,
+        rows.
 
     Raises:
         ConfigError: the folder does not hold a model that this engine can run.
@@ -62,9 +65,11 @@ def load_engine(
     max_model_len, rows = _size(spec, folder, precision, device)
     facts = {"precision": precision, "device": device, "max_model_len": max_model_len, "max_batch_size": rows}
     if spec.vllm is None:
-        return _torch(spec, folder, device, precision, max_model_len, rows, on_progress), {"backend": "torch", **facts}
+        embedded = _torch(spec, folder, device, precision, max_model_len, rows, on_progress)
+        return embedded, InThisProcess(embedded, device), {"backend": "torch", **facts}
     engine, more = _vllm(spec, spec.vllm, folder, device, precision, max_model_len, rows, on_progress)
-    return engine, {"backend": "vllm", **facts, **more}
+    receiving = InVllmsProcesses(engine, device, spec.vllm.tensor_parallel_size)
+    return engine, receiving, {"backend": "vllm", **facts, **more}
 
 
 def _torch(
@@ -101,10 +106,9 @@ def _vllm(
     max_model_len: int,
     rows: int,
     on_progress: OnProgress,
-) -> tuple[ServedEngine, dict[str, Any]]:
+) -> tuple[VllmEngine, dict[str, Any]]:
     from gymloop.generation.vllm import memory, support
     from gymloop.generation.vllm.caches import compile_cache
-    from gymloop.generation.vllm_engine import VllmEngine
 
     version = support.installed_version()
     kv_bytes = settings.kv_cache_memory_bytes

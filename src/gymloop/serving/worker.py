@@ -21,12 +21,12 @@ from gymloop.startup.sockets import hold_socket
 
 if TYPE_CHECKING:
     from gymloop.serving.engines import ServedEngine
+    from gymloop.serving.receiving import Receiving
     from gymloop.serving.traffic import Traffic
     from gymloop.tokens.renderer import Renderer
     from gymloop.tokens.reply import ReplyReader
     from gymloop.weights.offer import Offer
     from gymloop.weights.place import Place
-    from gymloop.weights.receiver import WeightReceiver
     from gymloop.weights.snapshot import WeightSnapshot
 
 log = logging.getLogger(__name__)
@@ -48,7 +48,7 @@ class EngineWorker:
         self._rendering = threading.Lock()  # calls come in threads of their own, and a renderer serves one at a time
         self._engine: ServedEngine | None = None
         self._renderer: Renderer | None = None
-        self._receiver: WeightReceiver | None = None
+        self._receiving: Receiving | None = None
         self._closed = False
         self._progress = ("the model's folder", 0, 0)
         self._end_token_ids: tuple[int, ...] = ()
@@ -107,19 +107,18 @@ class EngineWorker:
         spec = self._spec
         self._at("torch and transformers")
         from gymloop.serving.engines import load_engine, settled_device
-        from gymloop.weights.receiver import WeightReceiver
 
         self._at("the tokenizer")
         chats = spec.template_required or spec.chat_template is not None or has_chat_template(tokenizer_folder)
         renderer, warnings = self._renderer_of(tokenizer_folder, chats)
         device = settled_device(spec.device)
         self._at("the weights")
-        engine, facts = load_engine(spec, folder, device, self._at)
+        engine, receiving, facts = load_engine(spec, folder, device, self._at)
         with self._lock:
             if self._closed:
                 engine.close()
                 raise InfraError("the engine was closed while its model loaded")
-            self._engine, self._renderer, self._receiver = engine, renderer, WeightReceiver(device)
+            self._engine, self._renderer, self._receiving = engine, renderer, receiving
         if spec.vllm is not None and spec.vllm.waits_for_weights:
             self._server.waiting_for("the first weight sync: the engine began with random weights")
         else:
@@ -213,10 +212,8 @@ class EngineWorker:
 
     def sync_state(self) -> tuple[Place, int | None]:
         """Where the engine takes weights, and the version of those it took last; None before the first."""
-        from gymloop.weights.place import here
-
-        receiver = self._receiving()
-        return here(receiver.device), receiver.version
+        receiving = self._received()
+        return receiving.place(), receiving.version
 
     def load_weights(self, offer: Offer | WeightSnapshot, version: int, rank: int = 1) -> None:
         """Replace the engine's weights between two tokens; requests in flight go on with the new ones.
@@ -224,18 +221,17 @@ class EngineWorker:
         Args:
             offer: of the policy, or the weights themselves.
             version: their number.
-            rank: of this engine among those that take the offer, from 1.
+            rank: of this engine's first process among those that take the offer, from 1.
 
         Raises:
             ConfigError: the weights do not fit the model; nothing was changed.
             InfraError: the step in progress did not end in time, the version is not the next, or the weights did not
                 arrive whole; where some of them have been replaced, every request is refused until a later sync.
         """
-        engine, receiver = self._loaded(), self._receiving()
+        engine, receiving = self._loaded(), self._received()
         engine.pause(PAUSE_TIMEOUT_S)
         try:
-            with receiver.opened(offer, version, rank) as source:
-                engine.load_weights(source, version)
+            receiving.take(offer, version, rank)
             self._serve_first_weights()
         finally:
             engine.resume()
@@ -295,18 +291,18 @@ class EngineWorker:
         with self._lock:
             self._closed = True
             engine, self._engine = self._engine, None
-            receiver, self._receiver = self._receiver, None
+            receiving, self._receiving = self._receiving, None
         self._server.close()
-        if receiver is not None:
-            receiver.close()
+        if receiving is not None:
+            receiving.close()
         if engine is not None:
             engine.close()
 
-    def _receiving(self) -> WeightReceiver:
+    def _received(self) -> Receiving:
         with self._lock:
-            if self._receiver is None:
+            if self._receiving is None:
                 raise InfraError("the engine has not loaded its model yet")
-            return self._receiver
+            return self._receiving
 
     def _loaded(self) -> ServedEngine:
         with self._lock:

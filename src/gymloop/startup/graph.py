@@ -113,6 +113,7 @@ class _State:
     end: float | None = None
     heard: float = 0.0
     notes: list[tuple[float, str]] = field(default_factory=list)
+    remarks: list[str] = field(default_factory=list)
     outcome: Outcome = "not started"
 
     @property
@@ -140,6 +141,9 @@ class _Context:
     def progress(self, waits_for: str) -> None:
         self._graph.note(self._state, waits_for)
 
+    def remark(self, text: str) -> None:
+        self._state.remarks.append(text)
+
     def on_teardown(self, undo: Undo) -> None:
         self._graph.push(self._state.task.name, undo)
 
@@ -166,7 +170,15 @@ class _Graph:
     def timeline(self) -> Timeline:
         return Timeline(
             tuple(
-                Record(name, state.start, state.end, state.task.needs, tuple(state.notes), state.outcome)
+                Record(
+                    name,
+                    state.start,
+                    state.end,
+                    state.task.needs,
+                    tuple(state.notes),
+                    state.outcome,
+                    tuple(state.remarks),
+                )
                 for name, state in self._states.items()
             )
         )

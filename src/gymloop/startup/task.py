@@ -76,6 +76,9 @@ class Context(Protocol):
     def progress(self, waits_for: str) -> None:
         """Extend the deadline by ``deadline_s`` from now, and say what the task waits for now."""
 
+    def remark(self, text: str) -> None:
+        """Say something of the task that the timeline keeps and its table shows; extends nothing."""
+
     def on_teardown(self, undo: Undo) -> None:
         """Register the undoing of something half built, before the task has ended.
 

@@ -30,6 +30,7 @@ class Record:
         needs: the tasks it waited for before it began.
         waited_for: what it said it was waiting for, in order: (seconds, message).
         outcome: how it ended; ``abandoned`` means it ignored its cancellation.
+        remarks: what it had to say of itself, e.g. ``compile cache hit``.
     """
 
     task: str
@@ -38,6 +39,7 @@ class Record:
     needs: tuple[str, ...] = ()
     waited_for: tuple[tuple[float, str], ...] = ()
     outcome: Outcome = "done"
+    remarks: tuple[str, ...] = ()
 
     @property
     def seconds(self) -> float:
@@ -74,6 +76,7 @@ class Timeline:
     def table(self) -> Table:
         """A rich table, one row a task, with a bar for its time and the critical path marked."""
         from rich.table import Table
+        from rich.text import Text
 
         path = set(critical_path(self.records))
         total = _end(self.records)
@@ -102,6 +105,8 @@ class Timeline:
                 ", ".join(record.needs),
                 style="bold" if critical else None,
             )
+            for remark in record.remarks:
+                table.add_row("", "", "", Text(remark), "")
         return table
 
 
@@ -144,4 +149,5 @@ def _record(entry: Mapping[str, Any]) -> Record:
         needs=tuple(entry["needs"]),
         waited_for=tuple((when, message) for when, message in entry["waited_for"]),
         outcome=entry["outcome"],
+        remarks=tuple(entry.get("remarks", ())),
     )

@@ -16,6 +16,7 @@ from gymloop.observe.sinks import Sink
 from gymloop.observe.watchdog import LoopWatchdog
 from gymloop.rollouts.collector import Collector
 from gymloop.training.checkpoint import CheckpointStore
+from gymloop.training.first_tokens import FirstTokens
 from gymloop.training.fleet import Fleet
 from gymloop.training.stop import StopSignal
 from gymloop.training.transcripts import Transcripts
@@ -68,6 +69,7 @@ class Run:
         saves: the run's checkpoints; see ``saving``.
         transcripts: what was said, by step.
         began: when the run was asked for, ``time.monotonic`` seconds.
+        first_tokens: how long it then took until something was sampled.
         recorded: the metrics of the last finished step.
     """
 
@@ -89,6 +91,7 @@ class Run:
     stop: StopSignal
     startup_metrics: Mapping[str, float]
     began: float
+    first_tokens: FirstTokens
     step: int = 0
     version: int = 0
     skipped_in_a_row: int = 0
@@ -106,6 +109,7 @@ class Run:
         """Write the metrics of the current step."""
         metrics = {
             **metrics,
+            **self.first_tokens.take_news(),
             "health/loop_lag_s": self.watchdog.take_worst(),
             "health/server_restarts": float(self.health.take_revived()),
         }

@@ -21,6 +21,7 @@ from gymloop.observe.sinks import Sink
 from gymloop.observe.watchdog import LoopWatchdog
 from gymloop.startup import Started, Task, run_graph
 from gymloop.training.checkpoint import Checkpoint, CheckpointStore
+from gymloop.training.first_tokens import FirstTokens
 from gymloop.training.fleet import Fleet
 from gymloop.training.run import Run, Saves
 from gymloop.training.stop import StopSignal
@@ -66,6 +67,8 @@ async def start_run(
     recipe = plan.recipe
     collector = rollouts.collector(plan, results)
     rows = results["data"]["validation"]
+    first_tokens = FirstTokens(began, progress.say)
+    results["client"].on_sampled(first_tokens.seen)
     run = Run(
         plan=plan,
         health=health,
@@ -91,6 +94,7 @@ async def start_run(
         stop=stop,
         startup_metrics=started.timeline.metrics(),
         began=began,
+        first_tokens=first_tokens,
         step=0 if checkpoint is None else int(checkpoint.state["step"]),
         version=results["weights"],
         skipped_in_a_row=0 if checkpoint is None else int(checkpoint.state["skipped_in_a_row"]),

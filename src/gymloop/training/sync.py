@@ -11,6 +11,7 @@ rather than one that noticed.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import time
 from collections.abc import Mapping, Sequence
@@ -105,14 +106,15 @@ async def sync_weights(
     request = SyncRequest(
         transport=choice.transport,
         version=version,
-        engines=len(missing),
+        receivers=sum(one.processes for one in places),
         bucket_bytes=settings.bucket_bytes,
         checksums=settings.checksum == "always" or (settings.checksum == "first" and first),
         stall_s=settings.stall_s,
         address=place.address,
         device="cuda" if all(one.device == "cuda" for one in places) else "cpu",
     )
-    sync = _Sync(policy, missing, request, began + timeout, settings.patience_s)
+    ranks = itertools.accumulate((one.processes for one in places[:-1]), initial=1)
+    sync = _Sync(policy, dict(zip(missing, ranks, strict=True)), request, began + timeout, settings.patience_s)
     sent = await sync.run()
     return _metrics(sent, time.monotonic() - began)
 
@@ -141,13 +143,13 @@ class _Sync:
     """One sync under way.
 
     Args:
-        engines: each takes the offer once, by its rank.
+        engines: each takes the offer once; with the rank of its first process among the receivers.
         deadline: ``time.monotonic`` seconds.
         patience_s: for a heartbeat.
     """
 
     def __init__(
-        self, policy: Remote, engines: Sequence[Remote], request: SyncRequest, deadline: float, patience_s: float
+        self, policy: Remote, engines: Mapping[Remote, int], request: SyncRequest, deadline: float, patience_s: float
     ) -> None:
         self._policy = policy
         self._engines = engines
@@ -165,7 +167,7 @@ class _Sync:
             asyncio.ensure_future(
                 engine.call("load_weights", offer, self._request.version, rank, timeout=limit + self._patience_s)
             ): engine
-            for rank, engine in enumerate(self._engines, 1)
+            for engine, rank in self._engines.items()
         }
         try:
             await self._settle(loads)

@@ -121,6 +121,7 @@ class ChannelCarrier:
     device: str
     bucket_bytes: int
     whole = False
+    light = True
 
     @contextmanager
     def opened(self, offer: Offer, receiver: WeightReceiver, rank: int) -> Iterator[ChannelSource]:
@@ -228,7 +229,7 @@ class BroadcastSender:
             self.release(False, 0.0)
         manifest = lay_out(named)
         on_gpus = request.device == "cuda" and all(tensor.is_cuda for _, tensor in named)
-        device, size, store = "cuda" if on_gpus else "cpu", request.engines + 1, None
+        device, size, store = "cuda" if on_gpus else "cpu", request.receivers + 1, None
         carrier = self._carrier
         if carrier is None or (carrier.size, carrier.device) != (size, device):
             self.close()

@@ -2,14 +2,28 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 
 from gymloop.errors import ConfigError
-from gymloop.weights.source import WeightSource
+from gymloop.weights.layout import Entry
 
 
-def check_fits(source: WeightSource, model: torch.nn.Module) -> None:
-    """Check that the source holds exactly the model's parameters, each once and whole.
+class Described(Protocol):
+    """What is said of weights before their first byte: by a source, and by an offer."""
+
+    @property
+    def manifest(self) -> tuple[Entry, ...]:
+        """One entry per parameter."""
+
+    @property
+    def nbytes(self) -> int:
+        """Of the flat space."""
+
+
+def check_fits(source: Described, model: torch.nn.Module) -> None:
+    """Check that these are exactly the model's parameters, each once and whole.
 
     Raises:
         ConfigError: a parameter is missing, unknown, twice there, tied, of another shape or not of a floating type.

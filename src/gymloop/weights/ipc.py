@@ -118,12 +118,14 @@ class IpcCarrier:
     handles: tuple[bytes, ...]
     lies_in: tuple[tuple[int, int], ...]
     whole = True
+    light = True
 
     @contextmanager
     def opened(self, offer: Offer, receiver: WeightReceiver, rank: int) -> Iterator[IpcSource]:
         """Map the policy's allocations; see ``Carrier.opened``. What was read is copied when the context ends."""
         memory = receiver.device_memory()
         blocks: list[int] = []
+        memory.synchronize()  # also gives this thread the device's context, if it never had it
         try:
             for handle in self.handles:
                 blocks.append(memory.map(handle))
@@ -189,8 +191,8 @@ class IpcSender:
         if loose is not None:
             raise InfraError(f"parameter {loose!r} is not contiguous, so its memory cannot be read by another process")
         manifest = lay_out(named)
+        self._memory.synchronize()  # also gives this thread the device's context, if it never had it
         carrier = self._carrier([tensor.data_ptr() for _, tensor in named if tensor.numel()], manifest)
-        self._memory.synchronize()
         return Offer(request.version, manifest, total_bytes(manifest), checksums, request.stall_s, carrier)
 
     def _carrier(self, pointers: Sequence[int], manifest: Sequence[Entry]) -> IpcCarrier:

@@ -32,7 +32,7 @@ class SyncRequest:
     Attributes:
         transport: how the weights go.
         version: their number.
-        engines: how many will take them, each once.
+        receivers: processes that will take them, each once.
         bucket_bytes: of one bucket, where the transport has buckets; it holds two.
         checksums: whether every parameter's checksum is part of the offer.
         stall_s: seconds without progress after which a party gives up on the others.
@@ -42,7 +42,7 @@ class SyncRequest:
 
     transport: Transport
     version: int
-    engines: int
+    receivers: int
     bucket_bytes: int
     checksums: bool
     stall_s: float
@@ -55,6 +55,8 @@ class Carrier(Protocol):
 
     whole: bool
     """True where all bytes are there at once, so that they can be checked before the engine changes anything."""
+    light: bool
+    """True where it holds only the way to the bytes; one that holds the bytes themselves is not handed on further."""
 
     def opened(self, offer: Offer, receiver: WeightReceiver, rank: int) -> AbstractContextManager[WeightSource]:
         """Reach the bytes.
@@ -62,7 +64,7 @@ class Carrier(Protocol):
         Args:
             offer: this carrier's.
             receiver: of this process; what is kept between two syncs is kept there.
-            rank: of this engine among the receivers, from 1.
+            rank: of this process among the receivers, from 1.
 
         Raises:
             SyncAborted: the policy or another engine died or stalled.

@@ -18,29 +18,32 @@ class Place:
             namespace); None where the system offers no anonymous shared memory.
         address: under which other workers reach its sockets.
         device: ``cpu`` or ``cuda``.
-        gpu: which one of the host, as the driver numbers or names it; None on a CPU.
+        gpu: which one of the host, as the driver numbers or names it; None on a CPU, or where there are several.
+        processes: that take weights, each of them all it needs (an engine has one per tensor-parallel rank).
     """
 
     host: str | None
     address: str
     device: str
     gpu: str | None = None
+    processes: int = 1
 
 
-def here(device: str) -> Place:
-    """The place of this process.
+def here(device: str, processes: int = 1) -> Place:
+    """The place of this process, and of ``processes`` others where these take the weights, each on a device of its own.
 
     Args:
         device: where it computes, as torch names it (``cpu``, ``cuda``, ``cuda:1``).
+        processes: see ``Place``.
     """
     kind, _, index = device.partition(":")
     gpu = None
-    if kind == "cuda":
+    if kind == "cuda" and processes == 1:
         # Not through CUDA: an engine whose model lives in processes of its own must not make a context here.
         number = int(index or 0)
         visible = [one for one in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if one]
         gpu = visible[number] if number < len(visible) else str(number)
-    return Place(_host(), _address(), kind, gpu)
+    return Place(_host(), _address(), kind, gpu, processes)
 
 
 def _host() -> str | None:

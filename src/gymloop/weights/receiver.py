@@ -50,12 +50,12 @@ class WeightReceiver:
         Args:
             offer: of the policy; a snapshot is taken as it is.
             version: that the driver asked for.
-            rank: of this engine among the receivers, from 1.
+            rank: of this process among the receivers, from 1.
 
         Raises:
             InfraError: the version is not the next, the policy cannot be reached, or the bytes are not the policy's.
         """
-        self.require_next(version)
+        require_next(self.version, version)
         if isinstance(offer, WeightSnapshot):
             yield offer
             self.version = version
@@ -74,18 +74,6 @@ class WeightReceiver:
                 yield _Verified(source, offer.checksums, what)
         self.version = version
 
-    def require_next(self, version: int) -> None:
-        """Check a version's number.
-
-        Raises:
-            InfraError: it does not follow the last one that was taken: a replay, or one was left out.
-        """
-        if self.version is not None and version != self.version + 1:
-            raise InfraError(
-                f"weights of version {version} were offered to an engine that has version {self.version}; "
-                f"{self.version + 1} was expected"
-            )
-
     def device_memory(self) -> DeviceMemory:
         """The CUDA driver of this process."""
         if self._memory is None:
@@ -97,6 +85,22 @@ class WeightReceiver:
         channel, self.channel = self.channel, None
         if channel is not None:
             channel.close()
+
+
+def require_next(last: int | None, version: int) -> None:
+    """Check a version's number.
+
+    Args:
+        last: that was taken; None before the first.
+        version: on offer.
+
+    Raises:
+        InfraError: it does not follow the last one: a replay, or one was left out.
+    """
+    if last is not None and version != last + 1:
+        raise InfraError(
+            f"weights of version {version} were offered to an engine that has version {last}; {last + 1} was expected"
+        )
 
 
 class _Verified:

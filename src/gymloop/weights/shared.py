@@ -24,6 +24,7 @@ from gymloop.errors import InfraError
 from gymloop.weights.layout import lay_out, total_bytes
 from gymloop.weights.offer import Offer, SyncAborted, SyncRequest
 from gymloop.weights.snapshot import WeightSnapshot, fill
+from gymloop.weights.source import WeightSource
 
 if TYPE_CHECKING:
     import torch
@@ -45,6 +46,7 @@ class SharedCarrier:
     fd: int
     inode: int
     whole = True
+    light = True
 
     @contextmanager
     def opened(self, offer: Offer, receiver: WeightReceiver, rank: int) -> Iterator[WeightSnapshot]:
@@ -86,14 +88,28 @@ class SharedSender:
         """
         manifest = lay_out(named)
         nbytes = total_bytes(manifest)
-        if self._memory is None or len(self._memory) != nbytes:
-            self._renew(nbytes)
-        if self._memory is not None:
-            fill(np.frombuffer(self._memory, dtype=np.uint8), named, manifest)
-        if self._fd is None:
-            raise InfraError("the shared memory was closed")
-        carrier = SharedCarrier(os.getpid(), self._fd, os.fstat(self._fd).st_ino)
-        return Offer(request.version, manifest, nbytes, checksums, request.stall_s, carrier)
+        fill(self._reserved(nbytes), named, manifest)
+        return Offer(request.version, manifest, nbytes, checksums, request.stall_s, self._carrier())
+
+    def copied(self, source: WeightSource, version: int, stall_s: float) -> Offer:
+        """Offer a copy of weights that this process received, to other processes of this host.
+
+        Args:
+            source: read to its end, once.
+            version: number of the weights.
+            stall_s: see ``Offer``.
+
+        Raises:
+            InfraError: the machine has no memory for it, or the source ended early.
+        """
+        import torch
+
+        buffer = self._reserved(source.nbytes)
+        for piece in source.pieces():
+            data = piece.values.detach().cpu().contiguous().view(torch.uint8).numpy()
+            begin = piece.entry.offset + piece.first_byte
+            buffer[begin : begin + data.nbytes] = data
+        return Offer(version, source.manifest, source.nbytes, None, stall_s, self._carrier())
 
     def release(self, complete: bool, timeout: float) -> None:
         """The sync is over; where not every engine has taken it, one may still read the buffer: drop it."""
@@ -106,6 +122,17 @@ class SharedSender:
         if self._fd is not None:
             os.close(self._fd)
             self._fd = None
+
+    def _reserved(self, nbytes: int) -> np.ndarray:
+        """The buffer, uint8 [nbytes]; the one before where it has the size."""
+        if self._memory is None or len(self._memory) != nbytes:
+            self._renew(nbytes)
+        return np.empty(0, dtype=np.uint8) if self._memory is None else np.frombuffer(self._memory, dtype=np.uint8)
+
+    def _carrier(self) -> SharedCarrier:
+        if self._fd is None:
+            raise InfraError("the shared memory was closed")
+        return SharedCarrier(os.getpid(), self._fd, os.fstat(self._fd).st_ino)
 
     def _renew(self, nbytes: int) -> None:
         self.close()

@@ -28,6 +28,7 @@ class StoredCarrier:
 
     buffer: np.ndarray
     whole = True
+    light = False
 
     @contextmanager
     def opened(self, offer: Offer, receiver: WeightReceiver, rank: int) -> Iterator[WeightSnapshot]:

@@ -1,14 +1,17 @@
 """What an engine is told beside requests: to stand still, to take weights, to sleep.
 
 Nothing is sampled from half replaced weights: the scheduler stands still while they change, cached keys and values of
-the old weights are dropped and computed again, and an update that fails half way ends the engine. Every call ends by
-its time or by the death of vLLM's processes.
+the old weights are dropped and computed again, and after an update that failed half way every request is refused until
+another one is complete; where none can mend it, the engine is dead. Every call ends by its time or by the death of
+vLLM's processes.
 """
 
 from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import dataclasses
+import pickle
 import threading
 from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
@@ -16,18 +19,30 @@ from typing import Any, TypeVar
 
 import torch
 
-from gymloop.errors import InfraError
+from gymloop.errors import ConfigError, GymloopError, InfraError
 from gymloop.generation.vllm.event_loop import LoopThread
 from gymloop.generation.vllm.life import Life
-from gymloop.generation.vllm.shared_bytes import SharedBytes
 from gymloop.generation.vllm.support import Build
 from gymloop.weights.fit import check_fits
-from gymloop.weights.layout import Entry
+from gymloop.weights.offer import Offer, SyncAborted
+from gymloop.weights.receiver import WeightReceiver
+from gymloop.weights.shared import SharedSender
 from gymloop.weights.source import WeightSource
 
 T = TypeVar("T")
 CALL_LIMIT_S = 600.0
 """Of a call to vLLM's processes, a weight update among them."""
+FORGETS_WEIGHTS = 2
+"""vLLM's level of sleep that keeps nothing."""
+_KINDS: dict[str, type[GymloopError]] = {kind.__name__: kind for kind in (ConfigError, InfraError, SyncAborted)}
+
+
+class _UpdateFailed(Exception):
+    """An update failed, and the engine lives: with its old weights, or until the next one with none."""
+
+    def __init__(self, told: GymloopError) -> None:
+        super().__init__(str(told))
+        self.told = told
 
 
 class Control:
@@ -52,7 +67,7 @@ class Control:
         self._skeleton: Any = None
         self._gate = asyncio.Lock()
         self._load_lock = threading.Lock()
-        self._weights = SharedBytes("gymloop-weights")
+        self._copy = SharedSender()
 
     @property
     def version(self) -> int:
@@ -67,20 +82,28 @@ class Control:
         """See ``VllmEngine.resume``."""
         self._call(self._resume(), CALL_LIMIT_S, "resume")
 
+    def take_weights(self, offer: Offer, version: int, first_rank: int) -> None:
+        """See ``VllmEngine.take_weights``."""
+        with self._load_lock:
+            self._life.require()
+            check_fits(offer, self._model_skeleton())
+            if not offer.carrier.light:
+                with offer.carrier.opened(offer, WeightReceiver("cpu"), first_rank) as source:
+                    copy = self._copy.copied(source, version, offer.stall_s)
+                offer = dataclasses.replace(copy, checksums=offer.checksums)
+            self._call(self._update(offer, version, first_rank), CALL_LIMIT_S, "weight update")
+
     def load_weights(self, source: WeightSource, version: int) -> None:
         """See ``VllmEngine.load_weights``."""
         with self._load_lock:
             self._life.require()
             check_fits(source, self._model_skeleton())
-            self._weights.reserve(source.nbytes)
-            for piece in source.pieces():
-                data = piece.values.detach().cpu().contiguous().view(torch.uint8).numpy()
-                self._weights.write(piece.entry.offset + piece.first_byte, data)
-            self._call(self._update(source.manifest, source.nbytes, version), CALL_LIMIT_S, "weight update")
+            offer = self._copy.copied(source, version, CALL_LIMIT_S)
+            self._call(self._update(offer, version, 1), CALL_LIMIT_S, "weight update")
 
     def sleep(self, level: int) -> None:
         """See ``VllmEngine.sleep``."""
-        self._call(self._llm.sleep(level), CALL_LIMIT_S, "sleep")
+        self._call(self._sleep(level), CALL_LIMIT_S, "sleep")
 
     def wake(self, tags: Sequence[str] | None) -> None:
         """See ``VllmEngine.wake``."""
@@ -88,7 +111,7 @@ class Control:
 
     def close(self) -> None:
         """Free the memory that weights arrive in."""
-        self._weights.close()
+        self._copy.close()
         self._skeleton = None
 
     async def _pause(self) -> None:
@@ -103,26 +126,53 @@ class Control:
                 await self._llm.resume_generation()
                 self._paused = False
 
-    async def _update(self, entries: Sequence[Entry], nbytes: int, version: int) -> None:
+    async def _sleep(self, level: int) -> None:
+        await self._llm.sleep(level)
+        if level == FORGETS_WEIGHTS:
+            self._life.lose_weights("they were forgotten when it was put to sleep, and none have come since")
+
+    async def _update(self, offer: Offer, version: int, first_rank: int) -> None:
         async with self._gate:
             if not self._paused:
                 await self._llm.pause_generation(mode="keep", clear_cache=False)
-            manifest = [[e.name, e.dtype, list(e.shape), e.offset, e.nbytes] for e in entries]
-            arguments = (self._weights.path, nbytes, manifest)
+            arguments = (pickle.dumps(offer), version, first_rank)
             try:
-                await self._llm.collective_rpc("gymloop_load_weights", timeout=CALL_LIMIT_S, args=arguments)
+                await self._take(arguments, version)
                 if not await self._llm.reset_prefix_cache(reset_running_requests=True):
                     raise InfraError("vLLM did not drop the keys and values of the old weights")
                 if self._build.stamps_versions:
                     await self._llm.update_weight_version(str(version))
-            except BaseException as error:  # half replaced: nothing may be sampled from it any more
-                self._life.die(
-                    f"the update to weight version {version} failed half way: {type(error).__name__}: {error}"
-                )
+            except _UpdateFailed as error:
+                if not self._paused:
+                    await self._llm.resume_generation()
+                raise error.told from None
+            except BaseException as error:  # nobody knows what the weights are now
+                self._life.die(f"{_half_way(version)}: {type(error).__name__}: {error}")
                 raise
             self._version = version
+            self._life.have_weights()
             if not self._paused:
                 await self._llm.resume_generation()
+
+    async def _take(self, arguments: tuple[Any, ...], version: int) -> None:
+        """Have every process take the offer.
+
+        Raises:
+            _UpdateFailed: the weights are the old ones, or the next update can mend them.
+            InfraError: they are lost.
+        """
+        outcomes = await self._llm.collective_rpc("gymloop_take_weights", timeout=CALL_LIMIT_S, args=arguments)
+        failures = [outcome for outcome in outcomes if outcome is not None]
+        if not failures:
+            return
+        kind, text, _ = next((one for one in failures if one[0] != SyncAborted.__name__), failures[0])
+        error = _KINDS.get(kind, InfraError)(text if kind in _KINDS else f"{kind}: {text}")
+        damages = {damage for _, _, damage in failures}
+        if "lost" in damages:
+            raise error
+        if "half" in damages or len(failures) < len(outcomes):
+            self._life.lose_weights(f"{_half_way(version)}: {error}")
+        raise _UpdateFailed(error)
 
     def _call(
         self,
@@ -164,3 +214,7 @@ class Control:
             with torch.device("meta"):
                 self._skeleton = AutoModelForCausalLM.from_config(config)
         return self._skeleton
+
+
+def _half_way(version: int) -> str:
+    return f"the update to weight version {version} failed half way"

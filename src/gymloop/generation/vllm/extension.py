@@ -1,63 +1,128 @@
 """What runs inside vLLM's own worker processes: the only place that touches vLLM's internals.
 
-A weight update must leave the worker as a fresh load of the same weights would. vLLM's ``reload_weights`` restores each
-layer that it is given weights for and processes it again, which on a CPU packs a copy for its matrix product. An output
-head that is tied to the embedding is given none: it shares the embedding's new values and keeps its *old packed copy*,
-and answers with it, without a word. So every embedding-like layer is processed once more after the reload.
+A worker takes an offer of weights itself, by whichever transport carries it, so that nothing is copied on the way that
+need not be. What it then has must be what a fresh load of the same weights would have. Two ways lead there:
+
+* **in place**, on a GPU where no layer keeps its weights in a form of its own: vLLM's loaders write into the parameters
+  that are there. It can be repeated after it was cut short.
+* **reload**, everywhere else: vLLM's ``reload_weights`` restores each layer that it is given weights for and processes
+  it again, which on a CPU packs a copy for its matrix product. An output head that is tied to the embedding is given
+  none: it shares the embedding's new values and keeps its *old packed copy*, and answers with it, without a word. So
+  every embedding-like layer is processed once more after the reload.
 
 vLLM joins this class to its worker (``worker_extension_cls``); names begin with ``gymloop_`` to clash with none of its.
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import pickle
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
-from gymloop.weights.layout import Entry
-from gymloop.weights.snapshot import WeightSnapshot
+from gymloop.weights.offer import Offer, SyncAborted
+from gymloop.weights.receiver import WeightReceiver
 
 if TYPE_CHECKING:
     import torch
 
-NAME = f"{__name__}.WeightReceiver"
+NAME = f"{__name__}.TakesWeights"
+Damage = Literal["none", "half", "lost"]
+"""Of a failed update: nothing was changed; half of it was, and the next one mends that; no update can mend it."""
 
 
-class WeightReceiver:
+class TakesWeights:
     """Methods for ``AsyncLLM.collective_rpc``."""
 
     if TYPE_CHECKING:
+        device: torch.device
+        rank: int
         get_model: Callable[[], Any]
         reload_weights: Callable[..., None]
+        gymloop_receiver: WeightReceiver
 
-    def gymloop_load_weights(self, path: str, nbytes: int, manifest: Sequence[Sequence[Any]]) -> int:
-        """Replace every parameter by those of a snapshot that lies in shared memory.
+    def gymloop_take_weights(self, pickled: bytes, version: int, first_rank: int) -> tuple[str, str, Damage] | None:
+        """Replace every parameter by those of an offer.
 
         Args:
-            path: of the memory, see ``SharedBytes``.
-            nbytes: of the snapshot's buffer.
-            manifest: the fields of each ``Entry``.
+            pickled: an ``Offer``.
+            version: of the weights.
+            first_rank: of this engine's first worker among the receivers of the offer.
 
         Returns:
-            Parameters of the model, as vLLM counts them.
-
-        Raises:
-            RuntimeError: a parameter of the model got no value; the model is then half replaced and must not be used.
+            None when it is done; else the kind of failure, what happened, and what it left behind. An exception would
+            reach the engine as text alone.
         """
-        import numpy as np
+        offer: Offer = pickle.loads(pickled)
+        if not hasattr(self, "gymloop_receiver"):
+            self.gymloop_receiver = WeightReceiver(str(self.device))
+        receiver = self.gymloop_receiver
+        receiver.version = None  # the engine keeps count: a worker that was done when another one failed is asked again
+        damage: Damage = "none"
+        try:
+            model = self.get_model()
+            with receiver.opened(offer, version, first_rank + self.rank) as source:
+                in_place = can_take_in_place(model, str(self.device))
+                tensors = _begun(source.tensors())
+                damage = "half" if in_place else "lost"
+                loaded = self._gymloop_in_place(model, tensors) if in_place else self._gymloop_reload(model, tensors)
+            missing = sorted({name for name, _ in model.named_parameters()} - loaded)
+            if missing:
+                raise RuntimeError(f"no value came for {len(missing)} parameters, among them {missing[0]!r}")
+        except Exception as error:  # noqa: BLE001  (told, not lost: see Returns)
+            kind = "SyncAborted" if isinstance(error, SyncAborted) else type(error).__name__
+            return kind, str(error), damage
+        return None
 
-        entries = tuple(Entry(name, dtype, tuple(shape), *place) for name, dtype, shape, *place in manifest)
-        buffer = np.memmap(path, np.uint8, "r", shape=(nbytes,))
-        model = self.get_model()
-        expected = {name for name, _ in model.named_parameters()}
+    def _gymloop_in_place(self, model: Any, tensors: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+        """Write into the parameters; returns the names of what was loaded."""
+        import torch
+
+        with torch.no_grad():
+            return set(model.load_weights(tensors))
+
+    def _gymloop_reload(self, model: Any, tensors: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+        """Load as vLLM does at its start; returns the names of what was loaded.
+
+        vLLM keeps each tensor until its layer is complete, and a source's is valid until the next is asked for.
+        """
+        kept = ((name, tensor.clone()) for name, tensor in tensors)
         with _told_what_was_loaded(model) as loaded, _quiet("vllm.model_executor.model_loader.reload.layerwise"):
-            self.reload_weights(weights_iterator=WeightSnapshot(entries, buffer).tensors())
-        missing = sorted(expected - loaded)
-        if missing:
-            raise RuntimeError(f"the snapshot gave no value to {len(missing)} parameters, among them {missing[0]!r}")
+            self.reload_weights(weights_iterator=kept)
         _process_embeddings_again(model)
-        return len(expected)
+        return loaded
+
+
+def can_take_in_place(model: Any, device: str) -> bool:
+    """Whether each parameter is what the checkpoint's tensors are copied into, and nothing else is made from it.
+
+    Args:
+        model: vLLM's.
+        device: as torch names it.
+    """
+    if not device.startswith("cuda"):
+        return False  # a CPU's layers compute with a packed copy
+    from vllm.model_executor.layers.attention import Attention
+    from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+    from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
+    from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+
+    plain = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
+    for module in model.modules():
+        method = getattr(module, "quant_method", None)
+        if isinstance(method, QuantizeMethodBase) and type(method) not in plain:
+            return False
+        if hasattr(module, "process_weights_after_loading") and not isinstance(module, Attention):
+            return False
+    return True
+
+
+def _begun(tensors: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+    """The same, once the first of them is here: a sender that is gone is known before anything changes."""
+    first = next(tensors, None)
+    return tensors if first is None else itertools.chain([first], tensors)
 
 
 @contextmanager

@@ -1,6 +1,7 @@
 """Whether an engine lives: it is dead of a named cause, or closed. What waits for its processes ends with it.
 
-``die`` and ``unless_dead`` run on the engine's loop; the rest may be asked from any thread.
+An engine may also live without weights to sample from: it then refuses requests, and takes weights. ``die``,
+``lose_weights``, ``have_weights`` and ``unless_dead`` run on the engine's loop; the rest may be asked from any thread.
 """
 
 from __future__ import annotations
@@ -18,17 +19,19 @@ class Life:
     """Of one engine.
 
     Args:
-        on_death: called once, on the engine's loop.
+        on_loss: called on the engine's loop where requests in flight cannot be ended as they should: it died, or its
+            weights are gone.
 
     Attributes:
         closed: somebody ended it.
     """
 
-    def __init__(self, on_death: Callable[[], None]) -> None:
+    def __init__(self, on_loss: Callable[[], None]) -> None:
         self.closed = False
         self._cause: str | None = None
+        self._weightless: str | None = None
         self._gone = asyncio.Event()
-        self._on_death = on_death
+        self._on_loss = on_loss
 
     @property
     def dead(self) -> bool:
@@ -41,8 +44,17 @@ class Life:
         return self.dead or self.closed
 
     @property
+    def refuses(self) -> bool:
+        """It takes no requests: it is over, or has no weights to sample from."""
+        return self.over or self._weightless is not None
+
+    @property
     def _why(self) -> str:
-        return f"the engine is dead: {self._cause}" if self.dead else "the engine was closed"
+        if self.dead:
+            return f"the engine is dead: {self._cause}"
+        return (
+            "the engine was closed" if self.closed else f"the engine has no weights to sample from: {self._weightless}"
+        )
 
     def require(self) -> None:
         """Raise InfraError, with the cause, where it is over."""
@@ -58,7 +70,16 @@ class Life:
         if self._cause is None:
             self._cause = cause
             self._gone.set()
-            self._on_death()
+            self._on_loss()
+
+    def lose_weights(self, cause: str) -> None:
+        """There is nothing to sample from, until ``have_weights``."""
+        self._weightless = cause
+        self._on_loss()
+
+    def have_weights(self) -> None:
+        """An update is complete."""
+        self._weightless = None
 
     async def told(self, seconds: float) -> None:
         """Wait for a death that is about to be known, at most ``seconds``."""

@@ -133,6 +133,8 @@ async def load(plan: Plan, ctx: Context) -> Mapping[str, Any]:
     told = await asyncio.gather(
         *(loaded(ctx, remote, str(folders.model), str(folders.tokenizer)) for remote in remotes)
     )
+    if found := told[0].get("compile_cache"):
+        ctx.remark(f"compile cache {found}")
     return told[0]
 
 
