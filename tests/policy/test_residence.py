@@ -6,7 +6,7 @@ import torch
 
 from gymloop.algorithms.batch import TrainBatch, TrainSequence
 from gymloop.config.schema import Loss, OptimizerKwargs
-from gymloop.policy.residence import move
+from gymloop.policy.residence import pack, slots
 from gymloop.policy.spec import PolicySpec
 from gymloop.policy.worker import PolicyWorker
 
@@ -44,27 +44,30 @@ def batch():
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
-def test_every_tensor_moves_once_and_training_goes_on_bit_by_bit_as_it_would_have(tiny, precision):
+def test_every_tensor_moves_once_and_training_goes_on_bit_by_bit_as_it_would_have(tiny, precision, tmp_path):
     moved, stayed = worker_of(tiny("llama"), precision), worker_of(tiny("llama"), precision)
     for worker in (moved, stayed):
         worker.train(batch())
     before = {tensor.data_ptr() for tensor in tensors(moved) if tensor.numel()}
     parameters = [id(parameter) for parameter in moved._model.parameters()]
-    calls = []
-
-    def elsewhere(tensor):
-        calls.append(tensor)
-        return tensor.clone()
-
-    move([moved._model, moved._reference], moved._optimizer, elsewhere)
+    held = slots([moved._model, moved._reference], moved._optimizer)
+    assert len({id(slot.tensor) for slot in held}) == len(held) == len({id(tensor) for tensor in tensors(moved)})
+    blocks = []
+    pack(held, lambda nbytes: blocks.append(torch.empty(nbytes + 128, dtype=torch.uint8)) or blocks[0])
+    (block,) = blocks
+    inside = range(block.data_ptr(), block.data_ptr() + block.numel())
+    assert all(tensor.data_ptr() in inside for tensor in tensors(moved) if tensor.numel()), "one block holds them all"
     assert not before & {tensor.data_ptr() for tensor in tensors(moved) if tensor.numel()}, "nothing was left behind"
-    assert len({id(tensor) for tensor in calls}) == len(calls)
     assert [id(parameter) for parameter in moved._model.parameters()] == parameters
     embeddings = moved._model.get_input_embeddings().weight
     assert moved._model.get_output_embeddings().weight is embeddings, "what is tied stays tied"
     for worker in (moved, stayed):
         worker.train(batch())
     assert moved.snapshot().buffer.tobytes() == stayed.snapshot().buffer.tobytes()
+    for worker, name in ((moved, "moved"), (stayed, "stayed")):
+        worker.save(tmp_path / name)
+    for name in ("weights/model.safetensors", "optimizer.safetensors"):
+        assert (tmp_path / "moved" / name).read_bytes() == (tmp_path / "stayed" / name).read_bytes()
 
 
 def test_a_policy_that_starts_on_the_host_saves_and_restores_there_and_trains_on_its_device(toy, tmp_path):
@@ -79,3 +82,24 @@ def test_a_policy_that_starts_on_the_host_saves_and_restores_there_and_trains_on
     again.restore(tmp_path / "p")
     again.to_device()
     assert again.snapshot().buffer.tobytes() == worker.snapshot().buffer.tobytes()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_a_policy_that_comes_and_goes_learns_what_one_that_stays_on_its_gpu_learns(toy, precision):
+    moved = worker_of(toy("q"), precision, device="cuda", starts_on_host=True)
+    stayed = worker_of(toy("q"), precision, device="cuda")
+    held = torch.cuda.memory_allocated()
+    for _ in range(3):
+        moved.to_device()
+        assert all(tensor.device.type == "cuda" for tensor in tensors(moved))
+        losses = [worker.train(batch())["loss"] for worker in (moved, stayed)]
+        assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+        moved.to_host()
+        assert all(tensor.device.type == "cpu" for tensor in tensors(moved))
+    assert torch.cuda.memory_allocated() <= 4 * held, "nothing of the one that went is left there"
+    moved.to_device()
+    assert moved.snapshot().buffer.shape == stayed.snapshot().buffer.shape
+    for (name, one), (_, other) in zip(moved.snapshot().tensors(), stayed.snapshot().tensors(), strict=True):
+        assert torch.allclose(one.float(), other.float(), atol=2e-2), name
+    moved.close()

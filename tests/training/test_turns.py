@@ -37,7 +37,7 @@ class Engine:
         assert timeout == 7.0
         await asyncio.sleep(0)
         if method == "sleep":
-            assert args == (1,)
+            assert args == (2,)
             self.gpu.change("sleep", drop=("engine weights", "KV cache"))
         elif method == "wake_up":
             (tags,) = args

@@ -290,8 +290,9 @@ class VllmCfg(Section):
     """NeMo RL's second place for the context limit; null, or what ``policy.max_total_sequence_length`` says."""
     enforce_eager: bool | None = None
     """True compiles nothing and starts sooner; null compiles on a GPU and not on a CPU."""
-    load_format: Literal["auto", "safetensors", "dummy"] = "auto"
-    """``dummy`` reads no weights: nothing is served before the first weight sync, which a run does at its start."""
+    load_format: Literal["auto", "safetensors", "dummy"] | None = None
+    """``dummy`` reads no weights, and serves nothing before the first weight sync; null means that for a training run,
+    which begins with a sync, and ``auto`` elsewhere."""
     kv_cache_dtype: str = "auto"
     """As vLLM names it; ``auto`` is the engine's precision."""
     enable_prefix_caching: bool = True

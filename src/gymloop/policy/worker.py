@@ -36,7 +36,7 @@ from gymloop.policy.forward import (
     why_not_packed,
 )
 from gymloop.policy.optimizer import MasterAdamW, NonFiniteError
-from gymloop.policy.residence import move
+from gymloop.policy.residence import Residence
 from gymloop.policy.spec import PolicySpec
 from gymloop.weights.offer import Offer, SyncRequest
 from gymloop.weights.place import Place, here
@@ -58,6 +58,7 @@ class PolicyWorker:
         self._optimizer: MasterAdamW | None = None
         self._packing = False
         self._progress = ("the weights", 0, 0)
+        self._residence = Residence(spec.device)
         self._sender = WeightSender(lambda: self._model.named_parameters(), spec.device)
 
     def load_progress(self) -> tuple[str, int, int]:
@@ -107,6 +108,9 @@ class PolicyWorker:
             self._reference = reference.requires_grad_(False)
             if self._packing:
                 use_tree_attention(self._reference)
+        if self.spec.starts_on_host:
+            self._progress = ("memory that the GPU copies from", 0, 0)
+            self.to_host()
         return {
             "params": sum(parameter.numel() for parameter in model.parameters()),
             "precision": precision,
@@ -118,17 +122,14 @@ class PolicyWorker:
 
     def to_device(self) -> None:
         """Move everything to where it computes; nothing changes where it is there."""
-        self._move(self.spec.device)
+        self._residence.to_device(self._models(), self._loaded())
 
     def to_host(self) -> None:
         """Leave the device to others; everything but ``save``, ``restore`` and ``to_device`` needs it back first."""
-        self._move("cpu")
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+        self._residence.to_host(self._models(), self._loaded())
 
-    def _move(self, device: str) -> None:
-        models = [model for model in (self._model, self._reference) if model is not None]
-        move(models, self._loaded(), lambda tensor: tensor.to(device))
+    def _models(self) -> list[torch.nn.Module]:
+        return [model for model in (self._model, self._reference) if model is not None]
 
     def train(self, batch: TrainBatch) -> dict[str, float]:
         """Make the policy-gradient steps of one batch: one, or as ``rollouts_per_optimizer_step`` cuts it.
@@ -251,6 +252,7 @@ class PolicyWorker:
         """Let go of the model; every other call fails from now on. Safe to call twice."""
         self._sender.close()
         self._model = self._reference = self._optimizer = None
+        self._residence.close()
 
     def _read(self, done: int, total: int) -> None:
         self._progress = ("the weights", done, total)

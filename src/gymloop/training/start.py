@@ -112,7 +112,7 @@ def startup_tasks(
     """The graph of a training run; the order is that of a sequential start."""
     task = partial(Task, deadline_s=plan.recipe.startup.deadline_s)
     return [
-        *rollouts.tasks(plan, checkpoint, health, stop, hosting, partial(data.rows, plan, checkpoint)),
+        *rollouts.tasks(plan, checkpoint, health, stop, hosting, partial(data.rows, plan, checkpoint), syncs=True),
         task("policy", partial(policy.load, plan, checkpoint, health), ("placement", "model")),
         task("demonstrations", partial(data.demonstrations, plan, checkpoint), rollouts.RENDERING),
         task("weights", partial(policy.first_sync, plan, checkpoint), ("server", "engine", "policy")),

@@ -31,7 +31,7 @@ class Move:
 
 
 BEFORE_UPDATE = (
-    Move("engines", "sleep", (1,)),  # level 1: the weights wait on the host, the KV cache is forgotten
+    Move("engines", "sleep", (2,)),  # level 2 keeps nothing: the weights that it would bring back are never used
     Move("policy", "to_device"),
 )
 BEFORE_SYNC = (Move("engines", "wake_up", (("weights",),)),)

@@ -42,7 +42,7 @@ def collection_tasks(
     """
     read = partial(_rows, plan, request, source, rows)
     if request.model_url is None:
-        return rollouts.tasks(plan, None, health, stop, hosting, read)
+        return rollouts.tasks(plan, None, health, stop, hosting, read, syncs=False)
     task = partial(Task, deadline_s=plan.recipe.startup.deadline_s)
     joins = hosting is not None and any(hosting.gym.needs_ray(name) for name in hosting.gym.blocks.servers)
     ray = [task("ray", partial(engine.ray, plan, stop))] if joins else []

@@ -16,6 +16,7 @@ from gymloop.cluster.remote import Remote
 from gymloop.config.parsers import settled_parsers
 from gymloop.config.plan import Plan
 from gymloop.config.schema import Generation, VllmCfg
+from gymloop.errors import ConfigError
 from gymloop.generation.vllm.settings import VllmSettings
 from gymloop.gym.model_client import ModelClient
 from gymloop.gym.replicas import Replicas
@@ -50,8 +51,11 @@ async def placement(plan: Plan, ctx: Context) -> Reservation:
     return await ctx.in_thread(reserve, plan.placement, timeout_s, ctx.progress, undo)
 
 
-async def server(plan: Plan, health: Health, ctx: Context) -> dict[str, Any]:
+async def server(plan: Plan, health: Health, syncs: bool, ctx: Context) -> dict[str, Any]:
     """Start the engines' processes; their URLs are true from here on, and no model is loaded yet.
+
+    Args:
+        syncs: whether a policy brings them its weights before the first rollout.
 
     Returns:
         ``remotes`` and ``urls`` of all replicas, in order; ``remote`` and ``url`` of the first, for what any of them
@@ -59,7 +63,7 @@ async def server(plan: Plan, health: Health, ctx: Context) -> dict[str, Any]:
     """
     recipe = plan.recipe
     parsers = settled_parsers(recipe)
-    vllm, rows = _engine_settings(recipe.policy.generation)
+    vllm, rows = _engine_settings(recipe.policy.generation, syncs)
     spec = EngineSpec(
         model_name=recipe.policy.model_name,
         profiles=SamplingProfiles(plan.train_sampling, plan.validation_sampling),
@@ -103,17 +107,22 @@ def _worker(spec: EngineSpec, on_cluster: bool) -> EngineWorker:
     return EngineWorker(spec)
 
 
-def _engine_settings(generation: Generation) -> tuple[VllmSettings | None, int]:
+def _engine_settings(generation: Generation, syncs: bool) -> tuple[VllmSettings | None, int]:
     """What the backend is to run with, None for the embedded engine, and how many requests it decodes together."""
     if generation.backend != "vllm":
         return None, generation.torch_cfg.max_batch_size
     cfg = generation.vllm_cfg or VllmCfg()
+    if cfg.load_format == "dummy" and not syncs:
+        raise ConfigError(
+            "policy.generation.vllm_cfg.load_format is 'dummy', and nothing brings the engine weights where no policy "
+            "trains; expected null, 'auto' or 'safetensors'"
+        )
     settings = VllmSettings(
         tensor_parallel_size=cfg.tensor_parallel_size,
         gpu_memory_utilization=cfg.gpu_memory_utilization,
         kv_cache_memory_bytes=cfg.kv_cache_memory_bytes,
         enforce_eager=cfg.enforce_eager,
-        load_format=cfg.load_format,
+        load_format=cfg.load_format or ("dummy" if syncs else "auto"),
         kv_cache_dtype=cfg.kv_cache_dtype,
         enable_prefix_caching=cfg.enable_prefix_caching,
         kwargs=generation.vllm_kwargs,

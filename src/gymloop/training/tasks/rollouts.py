@@ -30,6 +30,8 @@ def tasks(
     stop: StopSignal,
     hosting: nemo_gym.Hosting | None,
     rows: Callable[[Context], Any],
+    *,
+    syncs: bool,
 ) -> list[Task[Any]]:
     """The part of the graph that ends in rollouts; the order is that of a sequential start.
 
@@ -40,12 +42,13 @@ def tasks(
         stop: of the run.
         hosting: servers of NeMo Gym's that the run starts.
         rows: the task ``data``; its result has ``rows`` and ``validation``.
+        syncs: whether a policy brings the engines its weights before the first rollout.
     """
     task = partial(Task, deadline_s=plan.recipe.startup.deadline_s)
     return [
         task("ray", partial(engine.ray, plan, stop)),
         task("placement", partial(engine.placement, plan), ("ray",)),
-        task("server", partial(engine.server, plan, health), ("ray", "placement")),
+        task("server", partial(engine.server, plan, health, syncs), ("ray", "placement")),
         task("model", partial(model.find, plan, checkpoint)),
         task("engine", partial(engine.load, plan), ("server", "model")),
         *environment_tasks(plan, health, hosting),
