@@ -11,14 +11,20 @@ more of a reply than its length. Both sides get the same work: prompts of the sa
     paced   16k tokens/s in 512 rows, as a GPU might  HTTP over direct once it runs, 8k prompt, 128 to 384 sampled
     burst   the same, 256 sampled by every request    HTTP over direct when all 512 replies are due at the same moment
     torch   TorchEngine                               HTTP over direct
+    vllm    vLLM                                      real rollouts over AsyncLLM.generate, 256 at once; serve_vllm.py
 
 The prompt is given by ``required_prefix_token_ids`` and one new tool message; every reply has the token bundle. Exit
 status 1 when a goal is missed: at most 2 ms of processor time per request (cpu), at least 0.95 of the engine's tokens/s
-(paced and torch). The burst has no goal: no rollouts end in lockstep for long, and it shows what it would cost if they
-did. --quick only shows that everything runs.
+(paced and torch; of AsyncLLM.generate's for vllm). The burst has no goal: no rollouts end in lockstep for long, and it
+shows what it would cost if they did. --quick only shows that everything runs.
+
+The stage vllm runs only where it is asked for. It reads no weights: MODEL may be a folder with a configuration and a
+tokenizer.
 
 usage: python benchmarks/serve.py [--stages fake cpu paced burst torch] [--concurrency 1 64 512] [--model MODEL]
                                   [--quick]
+       python benchmarks/serve.py --stages vllm --model MODEL [--device cuda] [--rollouts 256] [--new-tokens 512]
+                                  [--prompt-tokens 128] [--rounds 3] [--vllm-arguments JSON] [--quick]
 """
 
 from __future__ import annotations
@@ -41,9 +47,13 @@ from typing import Any
 
 import orjson
 
+import serve_vllm
+
 STAGES = ("fake", "cpu", "paced", "burst", "torch")
 GOAL_CPU_MS = 2.0
 GOAL_RATIO = 0.95
+LIMIT_S = 900.0
+"""Of anything that one process waits for from another."""
 SATURATED = 0.85
 """Share of a core from which on a process counts as the one that limits a run."""
 VARIANTS = 32
@@ -329,23 +339,28 @@ class Child:
         command = [sys.executable, str(Path(__file__).resolve()), "--role", role]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         self.tell(settings)
-        self.hello = self.hear()
+        self.hello: dict[str, Any] = self.hear()
 
     def tell(self, value: dict[str, Any]) -> None:
         assert self._process.stdin
         self._process.stdin.write(json.dumps(value) + "\n")
         self._process.stdin.flush()
 
-    def hear(self) -> dict[str, Any]:
+    def hear(self, limit_s: float = LIMIT_S) -> Any:
         assert self._process.stdout
-        line = self._process.stdout.readline()
+        timer = threading.Timer(limit_s, self._process.kill)
+        timer.start()
+        try:
+            line = self._process.stdout.readline()
+        finally:
+            timer.cancel()
         if not line:
             raise SystemExit(f"a benchmark process ended with status {self._process.wait(timeout=10)}")
         return json.loads(line)
 
-    def ask(self, value: dict[str, Any]) -> dict[str, Any]:
+    def ask(self, value: dict[str, Any], limit_s: float = LIMIT_S) -> Any:
         self.tell(value)
-        return self.hear()
+        return self.hear(limit_s)
 
     def end(self) -> None:
         assert self._process.stdin
@@ -489,46 +504,80 @@ def run_stage(stage: str, args: argparse.Namespace, toy: Path) -> list[tuple[str
     return goals
 
 
+def run_vllm(args: argparse.Namespace, root: Path) -> list[tuple[str, float, bool]]:
+    """Measure and print the stage vllm; returns its goal as (sentence, value, met)."""
+    if args.quick:
+        folder = toy_folder(root, max_position_embeddings=1024, for_vllm=True)
+        work, rounds = serve_vllm.Work(rollouts=32, new_tokens=64, prompt_tokens=64), 1
+    else:
+        given = Path(args.model)
+        folder = given if given.is_dir() else Path(model_settings(args.model)["folder"])
+        work, rounds = serve_vllm.Work(args.rollouts, args.new_tokens, args.prompt_tokens), args.rounds
+    ratio = serve_vllm.measure(Child, folder, work, args.device, args.vllm_arguments, rounds)
+    goal = f"vllm: at least {GOAL_RATIO:g} of the tokens/s of AsyncLLM.generate"
+    return [] if ratio is None else [(goal, ratio, ratio >= GOAL_RATIO)]
+
+
 def model_settings(model: str) -> dict[str, Any]:
     from gymloop.models.resolve import resolve_model
 
     return {"folder": str(resolve_model(model))}
 
 
-def toy_folder(root: Path) -> Path:
+def toy_folder(root: Path, for_vllm: bool = False, **shape: Any) -> Path:
     sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
     import toys
 
-    return toys.build_toy(root, "q")
+    return toys.build_toy(root, "q", **(toys.FOR_VLLM if for_vllm else {}), **shape)
+
+
+ROLES: dict[str, Callable[[dict[str, Any]], None]] = {
+    "server": server_main,
+    "client": client_main,
+    "vllm-engine": lambda settings: serve_vllm.engine_main(settings, Unending),
+    "vllm-driver": serve_vllm.driver_main,
+}
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--stages", nargs="+", choices=STAGES, default=STAGES)
+    parser.add_argument("--stages", nargs="+", choices=(*STAGES, "vllm"), default=STAGES)
     parser.add_argument("--concurrency", type=int, nargs="+", default=(1, 64, 512))
     parser.add_argument("--model", default="HuggingFaceTB/SmolLM2-135M-Instruct", help="folder or Hugging Face id")
     parser.add_argument(
         "--quick", action="store_true", help="seconds instead of minutes, a toy model instead of --model"
     )
-    parser.add_argument("--role", choices=("server", "client"), help=argparse.SUPPRESS)
+    vllm = parser.add_argument_group("the stage vllm")
+    vllm.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    vllm.add_argument("--rollouts", type=int, default=256, help="at once")
+    vllm.add_argument("--new-tokens", type=int, default=512, help="of each rollout")
+    vllm.add_argument("--prompt-tokens", type=int, default=128, help="of each rollout, about")
+    vllm.add_argument("--rounds", type=int, default=3, help="after the warm-up")
+    vllm.add_argument("--vllm-arguments", type=json.loads, default={}, help="further ones of AsyncEngineArgs, JSON")
+    parser.add_argument("--role", choices=ROLES, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.role:
-        {"server": server_main, "client": client_main}[args.role](json.loads(sys.stdin.readline()))
+        ROLES[args.role](json.loads(sys.stdin.readline()))
         return 0
 
     print(
         f"{os.cpu_count()} cores, load average {os.getloadavg()[0]:.2f} at the start{', quick' if args.quick else ''}"
     )
-    print("closed-loop clients in one process of their own")
-    print(
-        "server ms/req: processor time of the server's process (torch: of its thread); server, client: share of a core"
-    )
-    print(HEADER, flush=True)
+    closed_loops = [stage for stage in args.stages if stage in STAGES]
     goals = []
     with tempfile.TemporaryDirectory(prefix="gymloop-bench-") as folder:
-        toy = toy_folder(Path(folder))
-        for stage in args.stages:
-            goals += run_stage(stage, args, toy)
+        if closed_loops:
+            print("closed-loop clients in one process of their own")
+            print(
+                "server ms/req: processor time of the server's process (torch: of its thread); "
+                "server, client: share of a core"
+            )
+            print(HEADER, flush=True)
+            toy = toy_folder(Path(folder))
+            for stage in closed_loops:
+                goals += run_stage(stage, args, toy)
+        if "vllm" in args.stages:
+            goals += run_vllm(args, Path(folder) / "vllm")
     print(f"load average {os.getloadavg()[0]:.2f} at the end")
     if args.quick:
         print("quick: too short, and the toy too fast, for the goals to be judged")

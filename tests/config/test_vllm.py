@@ -81,3 +81,10 @@ def test_tensor_parallel_engines_take_that_many_gpus(files):
     gpus = ["cluster.gpus_per_node=2", VLLM, cfg("{tensor_parallel_size: 2}")]
     said = files.said("base.yaml", *gpus)
     assert not any("tensor_parallel_size" in line for line in said), said
+
+
+def test_a_kv_cache_may_be_as_large_as_a_gpu(files):
+    large = files.load("base.yaml", VLLM, cfg("{kv_cache_memory_bytes: 60000000000}"))
+    settings = large.recipe.policy.generation.vllm_cfg
+    assert settings is not None
+    assert settings.kv_cache_memory_bytes == 60_000_000_000

@@ -63,6 +63,11 @@ def test_of_a_large_file_evenly_spaced_blocks_are_read(model, monkeypatch):
     assert model_identity(model)["weights"] != before, "the size counts"
 
 
+def cut(folder):
+    path = folder / "model.safetensors"
+    os.truncate(path, path.stat().st_size - 1)
+
+
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
@@ -70,6 +75,12 @@ def test_of_a_large_file_evenly_spaced_blocks_are_read(model, monkeypatch):
         (lambda folder: (folder / "model.safetensors").unlink(), "has no weights"),
         (lambda folder: os.truncate(folder / "model.safetensors", 4), "cannot be read"),
         (lambda folder: (folder / "model.safetensors").write_bytes(b"\xff" * 9), "is not a safetensors file"),
+        (lambda folder: (folder / "model.safetensors").write_bytes(bytes(4096)), "cannot be read"),
+        (
+            lambda folder: (folder / "model.safetensors").write_bytes((15).to_bytes(8, "little") + b'{"a": {"b": 1}}'),
+            "cannot be read: .*data_offsets",
+        ),
+        (cut, r"model\.safetensors is cut off: \d+ of \d+ bytes are there"),
     ],
 )
 def test_what_is_no_model_folder_is_one_sentence(model, spoil, message):

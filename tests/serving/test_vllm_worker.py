@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import subprocess
@@ -19,6 +20,7 @@ import pytest
 import toys
 from gymloop.errors import ConfigError, InfraError
 from gymloop.generation.vllm.settings import VllmSettings
+from gymloop.gym.model_client import ModelClient
 from gymloop.models.load import load_causal_lm
 from gymloop.serving.engine_spec import EngineSpec
 from gymloop.serving.worker import EngineWorker
@@ -155,6 +157,46 @@ def test_a_folder_without_weights_is_refused_with_vllms_own_reason(tmp_path: Pat
             worker.load(str(folder), str(folder))
     finally:
         worker.close()
+
+
+@pytest.mark.parametrize(
+    ("kv_bytes", "reason"),
+    [
+        pytest.param(
+            4096, r"at least one request .*max seq len \(256\)|No available memory for the cache", id="too small"
+        ),
+        pytest.param(1 << 50, r"requested memory for kv \(1048576\.0 GiB\).*kv-cache-memory-bytes", id="too large"),
+    ],
+)
+def test_a_kv_cache_that_cannot_be_is_refused_with_vllms_own_reason(folder: Path, kv_bytes: int, reason: str) -> None:
+    worker = EngineWorker(spec(vllm=VllmSettings(kv_cache_memory_bytes=kv_bytes)))
+    try:
+        with pytest.raises(ConfigError, match=rf"vLLM 0\.\d+.* could not start on .*: .*({reason})"):
+            worker.load(str(folder), str(folder))
+    finally:
+        worker.close()
+
+
+async def test_a_call_made_while_vllm_loads_waits_for_it_and_one_that_may_not_wait_says_what_loads(
+    folder: Path,
+) -> None:
+    worker = EngineWorker(spec())
+    options: dict[str, Any] = {"max_concurrency": 2, "call_timeout_s": 60.0}
+    loading = asyncio.get_running_loop().run_in_executor(None, worker.load, str(folder), str(folder))
+    try:
+        async with (
+            ModelClient(worker.url(), "toy", ready_timeout_s=400.0, **options) as patient,
+            ModelClient(worker.url(), "toy", ready_timeout_s=1.0, **options) as hasty,
+        ):
+            waiting = asyncio.ensure_future(patient.chat(HELLO, (), max_tokens=4))
+            with pytest.raises(InfraError, match=r"still 503 after 1 s: .*(weights|torch|tokenizer|vLLM)"):
+                await hasty.chat(HELLO, (), max_tokens=4)
+            assert not loading.done()
+            reply = await asyncio.wait_for(waiting, 500)
+            assert reply.turn.sampled_ids
+            await asyncio.wait_for(loading, 60)
+    finally:
+        await asyncio.to_thread(worker.close)
 
 
 KILLED = """

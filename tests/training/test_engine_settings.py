@@ -8,7 +8,7 @@ from gymloop.training.tasks.engine import _engine_settings
 
 
 def vllm(**cfg):
-    return Generation(backend="vllm", vllm_cfg=VllmCfg(**cfg))
+    return Generation(backend="vllm", max_new_tokens=8, vllm_cfg=VllmCfg(**cfg))
 
 
 @pytest.mark.parametrize(
@@ -27,4 +27,4 @@ def test_an_engine_that_nobody_brings_weights_is_refused():
 
 
 def test_the_embedded_engine_has_no_such_settings():
-    assert _engine_settings(Generation(), syncs=True)[0] is None
+    assert _engine_settings(Generation(max_new_tokens=8), syncs=True)[0] is None

@@ -15,6 +15,7 @@ MOST = 2**31 - 1
 PositiveInt = Annotated[int, Field(ge=1, le=MOST)]
 NonNegativeInt = Annotated[int, Field(ge=0, le=MOST)]
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
+Bytes = Annotated[int, Field(ge=1, lt=2**63)]
 PositiveFloat = Annotated[float, Field(gt=0)]
 Fraction = Annotated[float, Field(gt=0, le=1)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
@@ -282,7 +283,7 @@ class VllmCfg(Section):
     """GPUs that share one model."""
     gpu_memory_utilization: Fraction = 0.6
     """Share of a GPU's memory for weights, KV cache and activations of the engine together."""
-    kv_cache_memory_bytes: PositiveInt | None = None
+    kv_cache_memory_bytes: Bytes | None = None
     """KV cache of each GPU, or of the CPU; null plans it: every row full, or what there is beside the weights."""
     max_num_seqs: PositiveInt = 256
     """Requests decoded together."""

@@ -34,10 +34,14 @@ from gymloop.generation.vocabulary import check_bias, checked_prompt
 from gymloop.weights.offer import Offer
 from gymloop.weights.source import WeightSource
 
+logger = logging.getLogger(__name__)
+
 LOAD_LIMIT_S = 3600.0
 """Of one start; the startup task's deadline ends one that is stuck long before."""
 POLL_S = 0.5
 CLOSE_LIMIT_S = 10.0
+ABORT_S = 0.5
+"""What vLLM has of a request it hands over within its loop's next turns."""
 WATCH_S = 3.0
 """A child's death is seen by then."""
 LEAST_TEMPERATURE = 0.01
@@ -84,6 +88,7 @@ class VllmEngine:
         self._vocab = int(text_config(folder).vocab_size)
         self._names = itertools.count()
         self._requests: dict[str, Request] = {}
+        self._endings: set[asyncio.Task[None]] = set()
         self._life = Life(self._give_up)
         self._core = EngineCore()
         self._loop = LoopThread("vllm-engine")
@@ -129,6 +134,9 @@ class VllmEngine:
         try:
             llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**args))
         except Exception as error:  # vLLM raises many kinds; all of them say that it cannot start like this
+            killed = self._core.killed()
+            if killed is not None:
+                raise InfraError(f"vLLM {self.build.version} did not start on {self._folder}: {killed}") from error
             cause = self._core.cause() or f"{type(error).__name__}: {error}"
             raise ConfigError(f"vLLM {self.build.version} could not start on {self._folder}: {cause}") from error
         if self.build.stamps_versions:
@@ -212,7 +220,19 @@ class VllmEngine:
         request = self._requests.get(request_id)
         if request is not None and request.task is not None and not request.aborted:
             request.aborted = True
-            request.task.cancel()
+            ending = asyncio.ensure_future(self._end_early(request, request.task))
+            self._endings.add(ending)
+            ending.add_done_callback(self._endings.discard)
+
+    async def _end_early(self, request: Request, task: asyncio.Task[None]) -> None:
+        """vLLM hands over what it has of a request; of one that has not reached it there is nothing."""
+        try:
+            await self._llm.abort(request.name)
+            await asyncio.wait({task}, timeout=ABORT_S)
+        except Exception as error:  # noqa: BLE001  (vLLM's: its core died, which the watch tells)
+            logger.debug("vLLM did not abort request %r: %s", request.request_id, error)
+        finally:
+            task.cancel()  # changes nothing where it has ended
 
     def _drop(self, request: Request) -> None:
         if self._requests.get(request.request_id) is request:
@@ -222,16 +242,22 @@ class VllmEngine:
 
     async def _read(self, request: Request) -> None:
         """Read vLLM's replies until the last. Cancelling it makes vLLM abort the request."""
-        name = f"{request.request_id}#{next(self._names)}"  # an id may come again before vLLM has forgotten the first
+        request.name = f"{request.request_id}#{next(self._names)}"  # an id may come again before vLLM forgot the first
+        whole = request.on_tokens is None
         try:
-            params = sampling_params(request.sampling, request.limit, self._seed)
+            params = sampling_params(request.sampling, request.limit, self._seed, whole=whole)
+            if whole:
+                request.first_version = self.weight_version  # at the latest; vLLM tells more where it stamps versions
             reason = None
-            async for output in self._llm.generate(_prompt(request.prompt), params, name):
+            async for output in self._llm.generate(_prompt(request.prompt), params, request.name):
                 piece = output.outputs[0]
                 request.take(piece.token_ids, _logprobs(piece), self.weight_version)
                 reason = piece.finish_reason or reason
                 if spans := getattr(output, "weight_versions", None) or getattr(piece, "weight_versions", None):
                     request.first_version, request.last_version = int(spans[0].version), int(spans[-1].version)
+            if reason == "abort" and request.aborted:
+                request.finish("abort", self.weight_version)
+                return
             if reason not in ("stop", "length"):
                 raise InfraError(
                     f"request {request.request_id!r}: vLLM ended it with {reason!r}, which nobody asked for"
@@ -341,13 +367,13 @@ class VllmEngine:
         self._fail_all()
         if not hasattr(self, "_llm"):
             return
-        logger = logging.getLogger("vllm")
-        before = logger.level
-        logger.setLevel(logging.ERROR)  # it warns of every process that it kills
+        vllms = logging.getLogger("vllm")
+        before = vllms.level
+        vllms.setLevel(logging.ERROR)  # it warns of every process that it kills
         try:
             self._llm.shutdown(timeout=0.5)  # what is not gone by then is killed
         finally:
-            logger.setLevel(before)
+            vllms.setLevel(before)
         del self._llm
 
     # ---------------------------------------------------------------- checks
@@ -369,7 +395,10 @@ def _prompt(ids: list[int]) -> Any:
 
 def _logprobs(piece: Any) -> list[float]:
     """The logprob of each new token. float32 rounding can put one a hair above 0."""
-    if len(piece.token_ids) != len(piece.logprobs or ()):
-        raise InfraError(f"vLLM sampled {len(piece.token_ids)} tokens and gave {len(piece.logprobs or ())} logprobs")
-    found = zip(piece.token_ids, piece.logprobs or (), strict=True)
-    return [min(0.0, float(entries[token].logprob)) for token, entries in found]
+    entries: Any = piece.logprobs or ()
+    if len(piece.token_ids) != len(entries):
+        raise InfraError(f"vLLM sampled {len(piece.token_ids)} tokens and gave {len(entries)} logprobs")
+    flat = getattr(entries, "logprobs", None)  # all in one list, in order, where each token has one
+    if flat is not None and list(entries.token_ids) == list(piece.token_ids):
+        return [min(0.0, value) for value in flat]
+    return [min(0.0, float(one[token].logprob)) for token, one in zip(piece.token_ids, entries, strict=True)]

@@ -29,7 +29,7 @@ def model_identity(folder: Path) -> dict[str, str]:
         ``architecture`` and ``weights``, hex digests of SHA-256.
 
     Raises:
-        ConfigError: the folder has no configuration or no weights, or they cannot be read.
+        ConfigError: the folder has no configuration or no weights, or they are not whole.
     """
     folder = Path(folder)
     try:
@@ -43,7 +43,7 @@ def model_identity(folder: Path) -> dict[str, str]:
             if path.suffix == ".safetensors":
                 architecture.update(_canonical(_tensors(path)))
             _add_blocks(path, weights)
-    except (OSError, ValueError, AttributeError, struct.error) as error:
+    except (OSError, ValueError, AttributeError, LookupError, TypeError, struct.error) as error:
         raise ConfigError(f"the model in {folder} cannot be read: {error}") from error
     return {"architecture": architecture.hexdigest(), "weights": weights.hexdigest()}
 
@@ -55,6 +55,10 @@ def _tensors(path: Path) -> dict[str, tuple[str, list[int]]]:
         if length > path.stat().st_size:
             raise ValueError(f"{path.name} is not a safetensors file")
         header = json.loads(file.read(length))
+    ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
+    whole = 8 + length + max(ends, default=0)
+    if path.stat().st_size < whole:
+        raise ValueError(f"{path.name} is cut off: {path.stat().st_size} of {whole} bytes are there")
     return {name: (entry["dtype"], entry["shape"]) for name, entry in header.items() if name != "__metadata__"}
 
 

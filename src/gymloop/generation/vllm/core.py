@@ -44,6 +44,7 @@ class EngineCore:
         self._reaper = Reaper()
         self._errors = SharedBytes("gymloop-vllm-errors")
         self._processes: list[BaseProcess] = []
+        self._seen: dict[int | None, BaseProcess] = {}
         self._before: frozenset[int | None] = frozenset()
         self._closing = threading.Event()
         self._watch: threading.Thread | None = None
@@ -66,7 +67,17 @@ class EngineCore:
         self._processes = self._children()
 
     def _children(self) -> list[BaseProcess]:
-        return [process for process in multiprocessing.active_children() if process.pid not in self._before]
+        found = [process for process in multiprocessing.active_children() if process.pid not in self._before]
+        self._seen |= {process.pid: process for process in found}
+        return found
+
+    def killed(self) -> str | None:
+        """Which child a signal ended while it started, a clause; None for none."""
+        for process in self._seen.values():
+            code = process.exitcode
+            if code is not None and code < 0:
+                return f"vLLM's process {process.name} (pid {process.pid}) {_ending(code)}"
+        return None
 
     def resident_bytes(self) -> int:
         """Memory that vLLM's processes hold, shared pages counted in each."""

