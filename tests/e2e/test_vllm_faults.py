@@ -120,7 +120,7 @@ def ends_by_name(home, process, phase, name):
     assert gone(home, NAMED_WITHIN_S), home.processes()
 
 
-KILLED = r"the engine (is dead|died while it loaded .*): vLLM's process EngineCore \(pid \d+\) was killed by SIGKILL"
+KILLED = r"(the engine is dead|did not start on .*): vLLM's process EngineCore \(pid \d+\) was killed by SIGKILL"
 
 
 @pytest.mark.slow

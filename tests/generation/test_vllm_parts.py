@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -80,17 +81,20 @@ def test_a_cache_without_room_for_one_row_is_refused_with_the_keys_to_change():
 
 
 def test_nothing_is_compiled_on_a_cpu_unless_asked_and_kwargs_have_the_last_word():
-    assert VllmSettings().arguments("cpu", 1)["enforce_eager"] is True
-    assert VllmSettings().arguments("cuda", 1)["enforce_eager"] is False
-    assert VllmSettings(enforce_eager=False).arguments("cpu", 1)["enforce_eager"] is False
-    assert VllmSettings(kwargs={"max_num_batched_tokens": 5}).arguments("cpu", 1)["max_num_batched_tokens"] == 5
+    assert VllmSettings().arguments("cpu", 1, 64)["enforce_eager"] is True
+    assert VllmSettings().arguments("cuda", 1, 64)["enforce_eager"] is False
+    assert VllmSettings(enforce_eager=False).arguments("cpu", 1, 64)["enforce_eager"] is False
+    long = VllmSettings().arguments("cpu", 1, 9000)
+    assert (long["enable_chunked_prefill"], long["max_num_batched_tokens"]) == (False, 9000)
+    assert "enable_chunked_prefill" not in VllmSettings().arguments("cuda", 1, 9000)
+    assert VllmSettings(kwargs={"max_num_batched_tokens": 5}).arguments("cpu", 1, 64)["max_num_batched_tokens"] == 5
     assert VllmSettings(load_format="dummy").waits_for_weights
 
 
 def test_a_compile_cache_is_hit_by_the_same_start_only(tmp_path, monkeypatch):
     monkeypatch.setenv("GYMLOOP_CACHE", str(tmp_path / "cache"))
     (tmp_path / "config.json").write_text("{}")
-    arguments = VllmSettings(enforce_eager=False).arguments("cpu", 1)
+    arguments = VllmSettings(enforce_eager=False).arguments("cpu", 1, 64)
     first = compile_cache(tmp_path, arguments, "0.32.0", "cpu")
     assert first.found == "miss"
     first.mark()
@@ -128,3 +132,26 @@ def test_another_process_reads_the_bytes_by_their_path_and_a_second_write_is_see
 def test_the_last_line_of_a_traceback_is_found(line, cause):
     match = core._ERROR_LINE.match(line)
     assert (match and match[1]) == cause
+
+
+GONE = "Worker proc VllmWorker-0 died unexpectedly (exit code: {}), shutting down executor.\n"
+SILENT = "Exception: WorkerProc initialization failed due to an exception ... See stack trace for root cause.\n"
+
+
+@pytest.mark.parametrize(
+    ("logged", "cause"),
+    [
+        ("EngineCore failed\nTraceback\nValueError: no room\nRuntimeError: cancelled\n", "ValueError: no room"),
+        (GONE.format(-9) + "RuntimeError: cancelled\n", "its worker VllmWorker-0 was killed by SIGKILL"),
+        (GONE.format(0) + "ValueError: no room\n", "ValueError: no room"),
+        (SILENT, "a worker of vLLM's ended without a word; the kernel kills one that there is too little memory for"),
+        ("", None),
+    ],
+)
+def test_the_cause_of_a_death_is_its_first_reason_and_not_what_follows_from_it(logged, cause):
+    vllm = core.EngineCore()
+    try:
+        Path(vllm._errors.path).write_text(logged)
+        assert vllm.cause() == cause
+    finally:
+        vllm.close()

@@ -60,6 +60,7 @@ class VllmEngine:
         arguments: further fields of vLLM's ``AsyncEngineArgs``, see ``vllm.settings``.
         environment: further variables for vLLM and its processes.
         on_loading: hears how the start gets on: what is being done, and the bytes of memory that vLLM's processes hold.
+        meanwhile: further work of this process, done once vLLM's own are loading; what it raises ends the start.
 
     Raises:
         ConfigError: vLLM is not there or unsuitable, or it refuses the model or an argument; with its own reason.
@@ -77,6 +78,7 @@ class VllmEngine:
         arguments: Mapping[str, Any] | None = None,
         environment: Mapping[str, str] | None = None,
         on_loading: Callable[[str, int], None] | None = None,
+        meanwhile: Callable[[], None] | None = None,
     ):
         folder = Path(model_folder)
         if not (folder / "config.json").is_file():
@@ -110,21 +112,35 @@ class VllmEngine:
                     "disable_log_stats": True,
                     **(arguments or {}),
                 }
-                self._llm = self._loaded(self._loop.submit(self._start(args)), on_loading)
+                self._llm = self._loaded(self._loop.submit(self._start(args)), on_loading, meanwhile)
         except BaseException:
             self.close()
             raise
         self._control = Control(self._llm, self._loop, self._life, self.build, folder)
         self._core.watch(lambda what: self._loop.soon(self._life.die, what))
 
-    def _loaded(self, start: concurrent.futures.Future[Any], on_loading: Callable[[str, int], None] | None) -> Any:
+    def _loaded(
+        self,
+        start: concurrent.futures.Future[Any],
+        on_loading: Callable[[str, int], None] | None,
+        meanwhile: Callable[[], None] | None,
+    ) -> Any:
         until = time.monotonic() + LOAD_LIMIT_S
         while not concurrent.futures.wait([start], timeout=POLL_S).done:
+            resident = self._core.resident_bytes()
             if on_loading is not None:
-                on_loading("the model in vLLM's processes", self._core.resident_bytes())
+                on_loading("the model in vLLM's processes", resident)
+            if (
+                meanwhile is not None and resident
+            ):  # not before: two threads that import transformers disturb each other
+                meanwhile()
+                meanwhile = None
             if time.monotonic() > until:
                 raise InfraError(f"vLLM was not ready after {LOAD_LIMIT_S:g} s")
-        return start.result(0)
+        llm = start.result(0)
+        if meanwhile is not None:
+            meanwhile()
+        return llm
 
     async def _start(self, args: Mapping[str, Any]) -> Any:
         """On the engine's loop, whose thread is blocked meanwhile: nobody else needs it yet."""
@@ -278,12 +294,14 @@ class VllmEngine:
 
     async def _told(self, request_id: str, error: Exception) -> InfraError:
         """vLLM's error as ours; a dead core's is told by the watch, which may need a moment more."""
+        cause = error.__cause__ or error
+        said = f"{type(cause).__name__}: {cause}"
         if not self._life.dead and self._llm.errored:
             await self._life.told(WATCH_S)
+            said = self._core.cause() or said  # its own error says only that it is dead
         if self._life.dead:
             return self._life.loss(request_id)
-        cause = error.__cause__ or error
-        return InfraError(f"request {request_id!r} was lost: vLLM failed: {type(cause).__name__}: {cause}")
+        return InfraError(f"request {request_id!r} was lost: vLLM failed: {said}")
 
     def _fail_all(self) -> None:
         """The engine is over; on its loop."""
@@ -357,6 +375,8 @@ class VllmEngine:
     def close(self) -> None:
         """End vLLM's processes and the engine's thread; requests in flight raise InfraError. Safe to call twice."""
         self._life.closed = True
+        if not hasattr(self, "_llm"):
+            self._core.close()  # a start that is under way holds the loop until they are gone
         self._loop.soon(self._end)
         self._loop.stop(CLOSE_LIMIT_S)
         self._core.close()

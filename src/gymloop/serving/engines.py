@@ -43,7 +43,7 @@ def settled_device(device: str) -> str:
 
 
 def load_engine(
-    spec: EngineSpec, folder: Path, device: str, on_progress: OnProgress
+    spec: EngineSpec, folder: Path, device: str, on_progress: OnProgress, meanwhile: Callable[[], None]
 ) -> tuple[ServedEngine, Receiving, dict[str, Any]]:
     """Start the engine that the spec asks for.
 
@@ -52,6 +52,8 @@ def load_engine(
         folder: of the model.
         device: settled.
         on_progress: hears how the load gets on.
+        meanwhile: what else has to be done before the engine can be used; beside the load where that is in processes of
+            its own, before it where it is here. What it raises ends the load.
 
     Returns:
         The engine, how it takes weights, and facts for the startup table: backend, precision, device, context length,
@@ -65,9 +67,10 @@ def load_engine(
     max_model_len, rows = _size(spec, folder, precision, device)
     facts = {"precision": precision, "device": device, "max_model_len": max_model_len, "max_batch_size": rows}
     if spec.vllm is None:
+        meanwhile()
         embedded = _torch(spec, folder, device, precision, max_model_len, rows, on_progress)
         return embedded, InThisProcess(embedded, device), {"backend": "torch", **facts}
-    engine, more = _vllm(spec, spec.vllm, folder, device, precision, max_model_len, rows, on_progress)
+    engine, more = _vllm(spec, spec.vllm, folder, device, precision, max_model_len, rows, on_progress, meanwhile)
     receiving = InVllmsProcesses(engine, device, spec.vllm.tensor_parallel_size)
     return engine, receiving, {"backend": "vllm", **facts, **more}
 
@@ -106,6 +109,7 @@ def _vllm(
     max_model_len: int,
     rows: int,
     on_progress: OnProgress,
+    meanwhile: Callable[[], None],
 ) -> tuple[VllmEngine, dict[str, Any]]:
     from gymloop.generation.vllm import memory, support
     from gymloop.generation.vllm.caches import compile_cache
@@ -118,7 +122,7 @@ def _vllm(
         room = memory.room_for_cache(weights, device, settings.gpu_memory_utilization, ranks)
         config = capacity.text_config(folder)
         kv_bytes = memory.kv_cache_bytes(config, precision, settings.kv_cache_dtype, max_model_len, rows, room, ranks)
-    arguments = settings.arguments(device, kv_bytes)
+    arguments = settings.arguments(device, kv_bytes, max_model_len)
     cache = compile_cache(folder, arguments, version, device)
     threads = spec.threads or len(os.sched_getaffinity(0))
     engine = VllmEngine(
@@ -130,6 +134,7 @@ def _vllm(
         arguments=arguments,
         environment={**cache.environment, "OMP_NUM_THREADS": str(threads)},
         on_loading=lambda what, resident: on_progress(f"{what}, {resident >> 20} MiB resident", 0, 0),
+        meanwhile=meanwhile,
     )
     cache.mark()
     return engine, {"vllm": version, "kv_cache_bytes": kv_bytes, "compile_cache": cache.found}

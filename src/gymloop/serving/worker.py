@@ -108,12 +108,17 @@ class EngineWorker:
         self._at("torch and transformers")
         from gymloop.serving.engines import load_engine, settled_device
 
-        self._at("the tokenizer")
-        chats = spec.template_required or spec.chat_template is not None or has_chat_template(tokenizer_folder)
-        renderer, warnings = self._renderer_of(tokenizer_folder, chats)
         device = settled_device(spec.device)
-        self._at("the weights")
-        engine, receiving, facts = load_engine(spec, folder, device, self._at)
+        chats = spec.template_required or spec.chat_template is not None or has_chat_template(tokenizer_folder)
+        tokenizer: list[tuple[Renderer, tuple[str, ...]]] = []
+
+        def meanwhile() -> None:
+            self._at("the tokenizer")
+            tokenizer.append(self._renderer_of(tokenizer_folder, chats))
+            self._at("the weights")
+
+        engine, receiving, facts = load_engine(spec, folder, device, self._at, meanwhile)
+        renderer, warnings = tokenizer[0]
         with self._lock:
             if self._closed:
                 engine.close()

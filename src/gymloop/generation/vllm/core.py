@@ -34,6 +34,10 @@ ENVIRONMENT = {
 }
 """What vLLM reads from the environment when it is imported, and its children when they start."""
 LOGGING = "VLLM_LOGGING_CONFIG_PATH"
+_KILLED_WORKER = re.compile(r"Worker proc (\S+) died unexpectedly \(exit code: (-\d+)\)")
+_SILENT_WORKER = "WorkerProc initialization failed"
+_CONSEQUENCES = ("EngineDeadError", "See root cause", "See stack trace for root cause", "RuntimeError: cancelled")
+"""Marks of errors that follow from another one."""
 _ERROR_LINE = re.compile(r"(?:\([^)]*\)\s*)?((?:[\w.]*\.)?[A-Z]\w*(?:Error|Exception|Exit): .+)")
 
 
@@ -73,9 +77,8 @@ class EngineCore:
 
     def killed(self) -> str | None:
         """Which child a signal ended while it started, a clause; None for none."""
-        for process in self._seen.values():
-            code = process.exitcode
-            if code is not None and code < 0:
+        for process in list(self._seen.values()):  # the thread that waits for the start adds to it
+            if wait([process.sentinel], timeout=0) and (code := _exit_code(process)) is not None and code < 0:
                 return f"vLLM's process {process.name} (pid {process.pid}) {_ending(code)}"
         return None
 
@@ -97,10 +100,17 @@ class EngineCore:
         return [process.pid for process in self._processes if process.pid is not None]
 
     def cause(self) -> str | None:
-        """The last error that a child logged: the last line of its traceback."""
-        lines = [match[1] for line in self._errors.read_text().splitlines() if (match := _ERROR_LINE.match(line))]
-        told = [line for line in lines if "EngineDeadError" not in line and "See root cause" not in line]
-        return told[-1] if told else None
+        """The last error that a child logged (the last line of its traceback), or the signal that ended a worker."""
+        logged = self._errors.read_text()
+        lines = [match[1] for line in logged.splitlines() if (match := _ERROR_LINE.match(line))]
+        told = [line for line in lines if not any(mark in line for mark in _CONSEQUENCES)]
+        if told:
+            return told[-1]
+        if killed := _KILLED_WORKER.search(logged):
+            return f"its worker {killed[1]} {_ending(int(killed[2]))}"
+        if _SILENT_WORKER in logged:
+            return "a worker of vLLM's ended without a word; the kernel kills one that there is too little memory for"
+        return None
 
     def close(self) -> None:
         """Kill what is left of the children. Safe to call twice."""
@@ -158,13 +168,17 @@ def _ending(code: int | None) -> str:
 
 
 def _logging(errors: str) -> dict[str, object]:
-    """vLLM's own lines on standard error from WARNING up, and errors in ``errors`` as well."""
+    """vLLM's own lines on standard error, from WARNING up or as the user has it, and errors in ``errors`` as well."""
+    level = os.environ.get("VLLM_LOGGING_LEVEL", "WARNING")
     return {
         "version": 1,
         "disable_existing_loggers": False,
-        "formatters": {"plain": {"format": "%(levelname)s [%(name)s] %(message)s"}, "bare": {"format": "%(message)s"}},
+        "formatters": {
+            "plain": {"format": "%(asctime)s %(levelname)s [%(name)s] %(message)s"},
+            "bare": {"format": "%(message)s"},
+        },
         "handlers": {
-            "console": {"class": "logging.StreamHandler", "formatter": "plain", "level": "WARNING"},
+            "console": {"class": "logging.StreamHandler", "formatter": "plain", "level": level},
             "errors": {
                 "class": "logging.FileHandler", "filename": errors, "formatter": "bare", "level": "ERROR",
                 "delay": True,

@@ -36,14 +36,17 @@ class VllmSettings:
         """Whether the engine starts without weights worth sampling from."""
         return self.load_format == "dummy"
 
-    def arguments(self, device: str, kv_bytes: int) -> dict[str, Any]:
+    def arguments(self, device: str, kv_bytes: int, max_model_len: int) -> dict[str, Any]:
         """Fields of vLLM's ``AsyncEngineArgs``.
 
         Args:
             device: as torch names it.
             kv_bytes: of one process's KV cache.
+            max_model_len: tokens of a full row.
         """
         gpu = device.startswith("cuda")
+        # On a CPU vLLM dies of a prompt that is split over two steps and whose request has a seed, as ours have.
+        whole_prompts = {"enable_chunked_prefill": False, "max_num_batched_tokens": max(4096, max_model_len)}
         return {
             "tensor_parallel_size": self.tensor_parallel_size,
             "gpu_memory_utilization": self.gpu_memory_utilization,
@@ -53,5 +56,6 @@ class VllmSettings:
             "kv_cache_dtype": self.kv_cache_dtype,
             "enable_prefix_caching": self.enable_prefix_caching,
             "enable_sleep_mode": gpu,
+            **({} if gpu else whole_prompts),
             **self.kwargs,
         }
