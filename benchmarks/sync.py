@@ -1,6 +1,7 @@
 """What a weight sync costs: seconds, rate, share of what this machine copies, ratio to a plain tensor through Ray.
 
     python benchmarks/sync.py [--shape smollm2-135m] [--device cpu] [--transport shared_memory ...] [--rounds 5]
+                              [--baseline-rounds 2]
 
 Policy and engine are Ray actors with random weights of the shape's sizes; the engine copies them into parameters of
 its own. Everything is the product's own code (``sync_weights``, the sender, the receiver) but the model. The baseline
@@ -35,8 +36,6 @@ SHAPES = {
     "qwen3-4b": (151936, 2560, 36, 9728, 1024, 4096, True),
 }
 LIMIT_S = 600.0
-BASELINE_ROUNDS = 2
-"""It is slow, and its time is no goal."""
 
 
 def sizes(shape: str) -> dict[str, tuple[int, ...]]:
@@ -146,11 +145,11 @@ async def measure(args: argparse.Namespace) -> None:
     policy = make("policy", partial(Policy, *build), log_file=logs / "policy.log")
     engine = make("engine", partial(Engine, *build), log_file=logs / "engine.log")
     baseline = []
-    for _ in range(min(args.rounds, BASELINE_ROUNDS) + 1):
+    for _ in range(args.baseline_rounds + 1 if args.baseline_rounds else 0):
         began = time.perf_counter()
         await engine.call("load_flat", policy.refer("flat"), timeout=LIMIT_S)
         baseline.append(time.perf_counter() - began)
-    base = statistics.median(baseline[1:])
+    base = statistics.median(baseline[1:]) if baseline else math.nan
     print(f"a plain tensor through Ray (baseline)  {base:7.3f} s", flush=True)
     version = 0
     for transport in args.transport or TRANSPORTS[args.device]:
@@ -181,6 +180,9 @@ def main() -> None:
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--transport", action="append", choices=sorted({*TRANSPORTS["cpu"], *TRANSPORTS["cuda"]}))
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument(
+        "--baseline-rounds", type=int, default=2, help="0 measures no baseline: it is slow for large shapes"
+    )
     parser.add_argument("--bucket-mb", type=float, default=512.0)
     parser.add_argument("--gpus-per-actor", type=float, default=0.5, help="1 puts policy and engine on a GPU each")
     args = parser.parse_args()

@@ -97,8 +97,14 @@ def test_a_compile_cache_is_hit_by_the_same_start_only(tmp_path, monkeypatch):
     arguments = VllmSettings(enforce_eager=False).arguments("cpu", 1, 64)
     first = compile_cache(tmp_path, arguments, "0.32.0", "cpu")
     assert first.found == "miss"
+    first.prepare()
     first.mark()
-    assert compile_cache(tmp_path, {**arguments, "seed": 3}, "0.32.0", "cpu").found == "hit"
+    assert compile_cache(tmp_path, {**arguments, "seed": 3, "kv_cache_memory_bytes": 5}, "0.32.0", "cpu").found == "hit"
+    other = compile_cache(tmp_path, arguments, "0.31.0", "cpu")
+    other.prepare()
+    (first.folder / "modelinfos" / "a.json").write_text("{}")
+    assert (other.folder / "modelinfos" / "a.json").is_file(), "what is known of a model's class is known to all"
+    other.prepare()
     assert compile_cache(tmp_path, arguments, "0.31.0", "cpu").found == "miss"
     assert compile_cache(tmp_path, {**arguments, "max_num_seqs": 9}, "0.32.0", "cpu").found == "miss"
     assert compile_cache(tmp_path, {**arguments, "enforce_eager": True}, "0.32.0", "cpu").found == "off"

@@ -145,10 +145,12 @@ class VllmEngine:
     async def _start(self, args: Mapping[str, Any]) -> Any:
         """On the engine's loop, whose thread is blocked meanwhile: nobody else needs it yet."""
         from vllm import AsyncEngineArgs
+        from vllm.usage.usage_lib import UsageContext
         from vllm.v1.engine.async_llm import AsyncLLM
 
         try:
-            llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**args))
+            # What vLLM leaves open it chooses by this and the GPU: as a server's, its steps take longer prompts.
+            llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**args), usage_context=UsageContext.OPENAI_API_SERVER)
         except Exception as error:  # vLLM raises many kinds; all of them say that it cannot start like this
             killed = self._core.killed()
             if killed is not None:

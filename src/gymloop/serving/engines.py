@@ -124,6 +124,7 @@ def _vllm(
         kv_bytes = memory.kv_cache_bytes(config, precision, settings.kv_cache_dtype, max_model_len, rows, room, ranks)
     arguments = settings.arguments(device, kv_bytes, max_model_len)
     cache = compile_cache(folder, arguments, version, device)
+    cache.prepare()
     threads = spec.threads or len(os.sched_getaffinity(0))
     engine = VllmEngine(
         folder,

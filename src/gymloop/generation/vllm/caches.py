@@ -6,6 +6,7 @@ with the same finds what the first left, and one with others can find nothing wr
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import platform
@@ -18,8 +19,16 @@ from typing import Any, Literal
 from gymloop.models.store import cache_root
 
 _DONE = "started"
-_MATTERS_NOT = frozenset({"model", "seed", "load_format", "worker_extension_cls", "disable_log_stats"})
+_MATTERS_NOT = frozenset(
+    {
+        "model", "seed", "load_format", "worker_extension_cls", "disable_log_stats", "kv_cache_memory_bytes",
+        "gpu_memory_utilization",
+    }
+)  # fmt: skip
 """Arguments that change nothing of what is compiled."""
+_MODEL_FACTS = "modelinfos"
+"""vLLM's folder of what it found out about its model classes, which takes a process of its own; it checks each by the
+hash of the class's source, so all caches share one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,10 +49,19 @@ class CompileCache:
         """Variables that lead vLLM to it."""
         return {"VLLM_CACHE_ROOT": str(self.folder)}
 
+    def prepare(self) -> None:
+        """Make the folder, before vLLM starts."""
+        shared = self.folder.parent / _MODEL_FACTS
+        shared.mkdir(parents=True, exist_ok=True)
+        self.folder.mkdir(exist_ok=True)
+        own = self.folder / _MODEL_FACTS
+        if not own.exists():
+            with contextlib.suppress(FileExistsError):  # another engine that starts now was faster
+                own.symlink_to(shared, target_is_directory=True)
+
     def mark(self) -> None:
         """The start came to its end: the next one will find all it needs."""
         if self.found == "miss":
-            self.folder.mkdir(parents=True, exist_ok=True)
             (self.folder / _DONE).touch()
 
 

@@ -23,6 +23,7 @@ from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
+from gymloop.generation.vllm import warm
 from gymloop.generation.vllm.shared_bytes import SharedBytes
 from gymloop.lifeline import Reaper
 
@@ -67,7 +68,9 @@ class EngineCore:
             config = Path(folder) / "logging.json"
             config.write_text(json.dumps(_logging(self._errors.path)), encoding="utf-8")
             with self._reaper.marking(), _environment({**ENVIRONMENT, **environment, LOGGING: str(config)}):
-                yield
+                warm.begin()
+                with warm.forked():
+                    yield
         self._processes = self._children()
 
     def _children(self) -> list[BaseProcess]:
