@@ -1,5 +1,6 @@
 """What the vLLM engine decides by itself, without a vLLM: versions, seeds, memory, arguments, errors, shared bytes."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -161,3 +162,35 @@ def test_the_cause_of_a_death_is_its_first_reason_and_not_what_follows_from_it(l
         assert vllm.cause() == cause
     finally:
         vllm.close()
+
+
+WARM = """
+import multiprocessing, os
+from gymloop.generation.vllm import warm
+
+def told(answers):
+    child_of_another = os.getppid() != int(os.environ["MAKER"])
+    answers.put((os.environ.get("SET_LATER"), os.environ.get("OMP_NUM_THREADS"), child_of_another))
+
+if __name__ == "__main__":
+    warm.begin({"OMP_NUM_THREADS": "3"})
+    os.environ |= {"SET_LATER": "yes", "MAKER": str(os.getpid())}
+    with warm.forked():
+        context = multiprocessing.get_context("spawn")
+    answers = context.SimpleQueue()
+    process = context.Process(target=told, args=(answers,))
+    process.start()
+    print(answers.get(), type(multiprocessing.get_context("spawn")).__name__)
+    process.join(60)
+    print(process.exitcode)
+"""
+
+
+def test_a_fork_of_the_warm_server_has_the_environment_of_who_asked_for_it(tmp_path):
+    script = tmp_path / "warm.py"
+    script.write_text(WARM)
+    environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    done = subprocess.run(
+        [sys.executable, str(script)], capture_output=True, text=True, timeout=120, check=True, env=environment
+    )
+    assert done.stdout.splitlines() == ["('yes', None, True) SpawnContext", "0"]

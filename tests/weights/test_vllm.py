@@ -148,7 +148,7 @@ def test_an_engine_that_forgot_its_weights_refuses_until_they_come(engine: VllmE
 def test_nothing_is_sampled_after_a_policy_died_half_way(
     engine: VllmEngine, policy: Policy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Last: on a CPU, whose layers are processed one by one, nothing can mend the engine; on a GPU the next sync does."""
+    """Last: on a CPU, whose layers are processed one by one, nothing mends the engine; on a GPU the next sync does."""
     whole = broadcast.pack
 
     def pack(buffer: Any, tensors: Any, offer: Offer, index: int, begin: int, end: int) -> None:

@@ -18,6 +18,7 @@ import itertools
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -59,6 +60,8 @@ class VllmEngine:
         seed: of the stream that requests without a seed of their own draw from.
         arguments: further fields of vLLM's ``AsyncEngineArgs``, see ``vllm.settings``.
         environment: further variables for vLLM and its processes.
+        repeatable_draws: a request that names its noise draws the same again, in any company; False heeds seeds only,
+            and lets vLLM draw the other rows all at once, which is faster.
         on_loading: hears how the start gets on: what is being done, and the bytes of memory that vLLM's processes hold.
         meanwhile: further work of this process, done once vLLM's own are loading; what it raises ends the start.
 
@@ -77,6 +80,7 @@ class VllmEngine:
         seed: int = 0,
         arguments: Mapping[str, Any] | None = None,
         environment: Mapping[str, str] | None = None,
+        repeatable_draws: bool = True,
         on_loading: Callable[[str, int], None] | None = None,
         meanwhile: Callable[[], None] | None = None,
     ):
@@ -87,6 +91,7 @@ class VllmEngine:
         self._max_model_len = max_model_len
         self._max_batch_size = max_batch_size
         self._seed = seed
+        self._repeatable = repeatable_draws
         self._vocab = int(text_config(folder).vocab_size)
         self._names = itertools.count()
         self._requests: dict[str, Request] = {}
@@ -263,7 +268,8 @@ class VllmEngine:
         request.name = f"{request.request_id}#{next(self._names)}"  # an id may come again before vLLM forgot the first
         whole = request.on_tokens is None
         try:
-            params = sampling_params(request.sampling, request.limit, self._seed, whole=whole)
+            sampling = request.sampling if self._repeatable else replace(request.sampling, noise_key=None)
+            params = sampling_params(sampling, request.limit, self._seed, whole=whole)
             if whole:
                 request.first_version = self.weight_version  # at the latest; vLLM tells more where it stamps versions
             reason = None

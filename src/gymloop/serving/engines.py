@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -12,6 +11,7 @@ import torch
 from gymloop.compat import Precision, settle_precision
 from gymloop.generation import capacity
 from gymloop.generation.engine import Engine
+from gymloop.generation.vllm.environment import of_threads
 from gymloop.generation.vllm.settings import VllmSettings
 from gymloop.generation.vllm_engine import VllmEngine
 from gymloop.models.load import tensor_bytes
@@ -125,7 +125,6 @@ def _vllm(
     arguments = settings.arguments(device, kv_bytes, max_model_len)
     cache = compile_cache(folder, arguments, version, device)
     cache.prepare()
-    threads = spec.threads or len(os.sched_getaffinity(0))
     engine = VllmEngine(
         folder,
         dtype=precision,
@@ -133,7 +132,8 @@ def _vllm(
         max_model_len=max_model_len,
         seed=spec.seed,
         arguments=arguments,
-        environment={**cache.environment, "OMP_NUM_THREADS": str(threads)},
+        environment={**cache.environment, **of_threads(spec.threads)},
+        repeatable_draws=settings.repeatable_draws,
         on_loading=lambda what, resident: on_progress(f"{what}, {resident >> 20} MiB resident", 0, 0),
         meanwhile=meanwhile,
     )

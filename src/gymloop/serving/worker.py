@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gymloop.errors import ConfigError, InfraError
+from gymloop.generation.vllm import warm
+from gymloop.generation.vllm.environment import of_threads as vllm_environment
 from gymloop.generation.vllm.support import installed_version as require_vllm
 from gymloop.serving.engine_spec import EngineSpec
 from gymloop.serving.server import GenerationServer
@@ -66,6 +68,8 @@ class EngineWorker:
         )
         self._server.waiting_for(self._progress[0])
         self._server.start()
+        if spec.vllm is not None:
+            warm.begin(vllm_environment(spec.threads))
 
     def url(self) -> str:
         """Base URL of the server, ``http://host:port/v1``."""

@@ -24,17 +24,10 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from gymloop.generation.vllm import warm
+from gymloop.generation.vllm.environment import LOGGING, setting
 from gymloop.generation.vllm.shared_bytes import SharedBytes
 from gymloop.lifeline import Reaper
 
-ENVIRONMENT = {
-    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # a fork of a process with threads may hang
-    "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # engine and policy take turns on the same cores
-    "SPT_NOENV": "1",  # the title that vLLM gives its processes would overwrite the mark in their environment
-}
-"""What vLLM reads from the environment when it is imported, and its children when they start."""
-LOGGING = "VLLM_LOGGING_CONFIG_PATH"
 _KILLED_WORKER = re.compile(r"Worker proc (\S+) died unexpectedly \(exit code: (-\d+)\)")
 _SILENT_WORKER = "WorkerProc initialization failed"
 _CONSEQUENCES = ("EngineDeadError", "See root cause", "See stack trace for root cause", "RuntimeError: cancelled")
@@ -67,10 +60,9 @@ class EngineCore:
         with tempfile.TemporaryDirectory(prefix="gymloop-vllm-") as folder:
             config = Path(folder) / "logging.json"
             config.write_text(json.dumps(_logging(self._errors.path)), encoding="utf-8")
-            with self._reaper.marking(), _environment({**ENVIRONMENT, **environment, LOGGING: str(config)}):
-                warm.begin()
-                with warm.forked():
-                    yield
+            warm.begin(environment)
+            with self._reaper.marking(), setting({**environment, LOGGING: str(config)}), warm.forked():
+                yield
         self._processes = self._children()
 
     def _children(self) -> list[BaseProcess]:
@@ -118,6 +110,11 @@ class EngineCore:
     def close(self) -> None:
         """Kill what is left of the children. Safe to call twice."""
         self._closing.set()
+        for process in list(
+            self._seen.values()
+        ):  # forks of the server carry its mark, and what they start carries ours
+            if not wait([process.sentinel], timeout=0):
+                process.kill()
         self._reaper.close()
         for process in self._processes:
             process.join(timeout=5.0)
@@ -198,15 +195,3 @@ def _forget_handler(path: str) -> None:
         if isinstance(handler, logging.FileHandler) and handler.baseFilename == path:
             logger.removeHandler(handler)
             handler.close()
-
-
-@contextmanager
-def _environment(values: dict[str, str]) -> Iterator[None]:
-    """Variables that are set within the block, but for those that the user has set."""
-    new = {name: value for name, value in values.items() if name not in os.environ}
-    os.environ.update(new)
-    try:
-        yield
-    finally:
-        for name in new:
-            os.environ.pop(name, None)

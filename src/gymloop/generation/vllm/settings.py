@@ -19,6 +19,7 @@ class VllmSettings:
         load_format: ``dummy`` starts with random weights, and nothing is served before the first sync.
         kv_cache_dtype: as vLLM names it.
         enable_prefix_caching: requests that begin alike share keys and values.
+        repeatable_draws: see ``VllmEngine``.
         kwargs: further arguments of vLLM's engine; they have the last word.
     """
 
@@ -29,6 +30,7 @@ class VllmSettings:
     load_format: str = "auto"
     kv_cache_dtype: str = "auto"
     enable_prefix_caching: bool = True
+    repeatable_draws: bool = False
     kwargs: Mapping[str, Any] = field(default_factory=dict)
 
     @property

@@ -2,19 +2,28 @@
 
 vLLM asks for a spawned process, which would begin to import it when this one has just finished: as many seconds again,
 on the way to the first token. Python's fork server imports alone and has no threads, so what is forked from it is as
-safe as what is spawned. It lives and dies with the engine that started it.
+safe as what is spawned. There is one for this process, and it ends with it, however that ends.
 """
 
 from __future__ import annotations
 
+import json
+import logging.config
 import multiprocessing.context
 import multiprocessing.forkserver
 import os
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
+from gymloop.generation.vllm.environment import LOGGING, setting
+from gymloop.lifeline import Reaper
+
 PRELOADED = "gymloop.generation.vllm.preloaded"
+_starting = threading.Lock()
+_reaper: Reaper | None = None
 
 
 class WarmProcess(multiprocessing.context.ForkServerProcess):
@@ -28,6 +37,8 @@ class WarmProcess(multiprocessing.context.ForkServerProcess):
         """In the fork."""
         os.environ.clear()
         os.environ.update(self._environment)
+        if LOGGING in os.environ:  # vLLM reads it where it is imported, which was long ago
+            logging.config.dictConfig(json.loads(Path(os.environ[LOGGING]).read_text(encoding="utf-8")))
         super().run()
 
 
@@ -37,10 +48,19 @@ class WarmContext(multiprocessing.context.ForkServerContext):
     Process = WarmProcess
 
 
-def begin() -> None:
-    """Start the server; it imports on its own from here on. Variables that imports read must be set."""
-    multiprocessing.forkserver.set_forkserver_preload([PRELOADED])
-    multiprocessing.forkserver.ensure_running()
+def begin(environment: Mapping[str, str]) -> None:
+    """Start the server, where it does not run; it imports on its own from here on. Safe to call twice.
+
+    Args:
+        environment: variables that imports read, the number of threads among them.
+    """
+    global _reaper
+    with _starting:
+        if _reaper is None:
+            _reaper = Reaper()
+        multiprocessing.forkserver.set_forkserver_preload([PRELOADED])
+        with _reaper.marking(), setting({**environment, "VLLM_CONFIGURE_LOGGING": "0"}):
+            multiprocessing.forkserver.ensure_running()
 
 
 @contextmanager

@@ -125,6 +125,7 @@ def _engine_settings(generation: Generation, syncs: bool) -> tuple[VllmSettings 
         load_format=cfg.load_format or ("dummy" if syncs else "auto"),
         kv_cache_dtype=cfg.kv_cache_dtype,
         enable_prefix_caching=cfg.enable_prefix_caching,
+        repeatable_draws=cfg.repeatable_draws,
         kwargs=generation.vllm_kwargs,
     )
     return settings, cfg.max_num_seqs
