@@ -87,12 +87,11 @@ def actor(home, name):
 
 
 def core(home):
-    """Pid of vLLM's engine core, also before it has given itself a name."""
-    engine = actor(home, "engine")
-    children = (
-        pid for pid, command in home.processes().items() if "multiprocessing.spawn" in command or "VLLM::" in command
-    )
-    return next((pid for pid in children if engine is not None and parent(pid) == engine), None)
+    """Pid of vLLM's engine core, also before it has given itself a name: a fork of the engine's fork server."""
+    engine, found = actor(home, "engine"), home.processes()
+    servers = (pid for pid, command in found.items() if "multiprocessing.forkserver" in command)
+    server = next((pid for pid in servers if engine is not None and parent(pid) == engine), None)
+    return next((pid for pid in found if server is not None and parent(pid) == server), None)
 
 
 def worker(home):

@@ -165,7 +165,7 @@ def test_the_cause_of_a_death_is_its_first_reason_and_not_what_follows_from_it(l
 
 
 WARM = """
-import multiprocessing, os
+import multiprocessing, os, threading, time
 from gymloop.generation.vllm import warm
 
 def told(answers):
@@ -183,6 +183,22 @@ if __name__ == "__main__":
     print(answers.get(), type(multiprocessing.get_context("spawn")).__name__)
     process.join(60)
     print(process.exitcode)
+
+    victim, found = context.Process(target=time.sleep, args=(60,)), []
+    victim.start()
+
+    def ask():
+        while (code := victim.exitcode) is None:
+            pass
+        found.append(code)
+
+    asking = [threading.Thread(target=ask) for _ in range(8)]
+    for thread in asking:
+        thread.start()
+    victim.kill()
+    for thread in asking:
+        thread.join(60)
+    print(set(found))
 """
 
 
@@ -193,4 +209,6 @@ def test_a_fork_of_the_warm_server_has_the_environment_of_who_asked_for_it(tmp_p
     done = subprocess.run(
         [sys.executable, str(script)], capture_output=True, text=True, timeout=120, check=True, env=environment
     )
-    assert done.stdout.splitlines() == ["('yes', None, True) SpawnContext", "0"]
+    assert done.stdout.splitlines() == ["('yes', None, True) SpawnContext", "0", "{-9}"], (
+        "its end is known to all who ask"
+    )

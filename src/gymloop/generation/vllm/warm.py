@@ -15,6 +15,8 @@ import os
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from multiprocessing import popen_forkserver
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +28,30 @@ _starting = threading.Lock()
 _reaper: Reaper | None = None
 
 
+class _Popen(popen_forkserver.Popen):
+    """The exit status comes through a pipe, once: two threads that ask for it at once would lose it for both."""
+
+    def __init__(self, process: Any) -> None:
+        self._asking = threading.Lock()
+        super().__init__(process)
+
+    def poll(self, flag: int = os.WNOHANG) -> int | None:
+        if flag != os.WNOHANG:
+            wait([self.sentinel])  # bounded: whoever gives no time waits for the process's end
+        with self._asking:
+            return super().poll(os.WNOHANG)
+
+
 class WarmProcess(multiprocessing.context.ForkServerProcess):
     """A fork with the environment that its maker has at that moment, as a spawned process would have it."""
 
     def __init__(self, *args: Any, **named: Any) -> None:
         super().__init__(*args, **named)
         self._environment = dict(os.environ)
+
+    @staticmethod
+    def _Popen(process: Any) -> _Popen:
+        return _Popen(process)
 
     def run(self) -> None:
         """In the fork."""
