@@ -145,6 +145,26 @@ def test_an_engine_that_forgot_its_weights_refuses_until_they_come(engine: VllmE
     assert_samples_as(policy, engine, 2)
 
 
+def test_nothing_is_sampled_between_a_sync_and_the_wake_up_of_the_kv_cache(engine: VllmEngine, policy: Policy) -> None:
+    """As in a run on a shared GPU, where the policy has the memory of the cache meanwhile."""
+
+    async def turns() -> Any:
+        await asyncio.to_thread(engine.sleep, 2)
+        await asyncio.to_thread(engine.wake, ["weights"])
+        await asyncio.to_thread(engine.pause, 60)
+        await asyncio.to_thread(engine.take_weights, policy.offer("shared_memory", 3), 3)
+        await asyncio.to_thread(engine.resume)
+        waiting = asyncio.create_task(engine.generate(PROMPT, GREEDY, "early"))
+        await asyncio.sleep(0.5)
+        assert not waiting.done()
+        await asyncio.to_thread(engine.wake, ["kv_cache"])
+        return await asyncio.wait_for(waiting, 60)
+
+    policy.learn(seed=11)
+    sample = asyncio.run(turns())
+    assert list(sample.token_ids) == policy.greedy()[0]
+
+
 def test_nothing_is_sampled_after_a_policy_died_half_way(
     engine: VllmEngine, policy: Policy, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -32,6 +32,8 @@ from gymloop.weights.source import WeightSource
 T = TypeVar("T")
 CALL_LIMIT_S = 600.0
 """Of a call to vLLM's processes, a weight update among them."""
+KV_CACHE = "kv_cache"
+"""vLLM's tag of it; weights are woken before."""
 FORGETS_WEIGHTS = 2
 """vLLM's level of sleep that keeps nothing."""
 _KINDS: dict[str, type[GymloopError]] = {kind.__name__: kind for kind in (ConfigError, InfraError, SyncAborted)}
@@ -64,6 +66,7 @@ class Control:
         self._folder = folder
         self._version = 0
         self._paused = False
+        self._asleep = False
         self._skeleton: Any = None
         self._gate = asyncio.Lock()
         self._load_lock = threading.Lock()
@@ -107,7 +110,7 @@ class Control:
 
     def wake(self, tags: Sequence[str] | None) -> None:
         """See ``VllmEngine.wake``."""
-        self._call(self._llm.wake_up(None if tags is None else list(tags)), CALL_LIMIT_S, "wake-up")
+        self._call(self._wake(tags), CALL_LIMIT_S, "wake-up")
 
     def close(self) -> None:
         """Free the memory that weights arrive in."""
@@ -123,10 +126,21 @@ class Control:
     async def _resume(self) -> None:
         async with self._gate:
             if self._paused:
-                await self._llm.resume_generation()
                 self._paused = False
+                await self._go_on()
+
+    async def _go_on(self) -> None:
+        """Not while the KV cache is away: a step would write to memory that is not there. Its wake-up resumes vLLM."""
+        if not (self._paused or self._asleep):
+            await self._llm.resume_generation()
+
+    async def _wake(self, tags: Sequence[str] | None) -> None:
+        await self._llm.wake_up(None if tags is None else list(tags))
+        if tags is None or KV_CACHE in tags:
+            self._asleep = False
 
     async def _sleep(self, level: int) -> None:
+        self._asleep = True
         await self._llm.sleep(level)
         if level == FORGETS_WEIGHTS:
             self._life.lose_weights("they were forgotten when it was put to sleep, and none have come since")
@@ -143,16 +157,14 @@ class Control:
                 if self._build.stamps_versions:
                     await self._llm.update_weight_version(str(version))
             except _UpdateFailed as error:
-                if not self._paused:
-                    await self._llm.resume_generation()
+                await self._go_on()
                 raise error.told from None
             except BaseException as error:  # nobody knows what the weights are now
                 self._life.die(f"{_half_way(version)}: {type(error).__name__}: {error}")
                 raise
             self._version = version
             self._life.have_weights()
-            if not self._paused:
-                await self._llm.resume_generation()
+            await self._go_on()
 
     async def _take(self, arguments: tuple[Any, ...], version: int) -> None:
         """Have every process take the offer.
