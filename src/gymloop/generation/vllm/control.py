@@ -11,9 +11,9 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import dataclasses
-import pickle
 import threading
 from collections.abc import Callable, Coroutine, Sequence
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -149,7 +149,7 @@ class Control:
         async with self._gate:
             if not self._paused:
                 await self._llm.pause_generation(mode="keep", clear_cache=False)
-            arguments = (pickle.dumps(offer), version, first_rank)
+            arguments = (bytes(ForkingPickler.dumps(offer)), version, first_rank)
             try:
                 await self._take(arguments, version)
                 if not await self._llm.reset_prefix_cache(reset_running_requests=True):

@@ -17,9 +17,9 @@ from __future__ import annotations
 
 import itertools
 import logging
-import pickle
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from multiprocessing.reduction import ForkingPickler
 from typing import TYPE_CHECKING, Any, Literal
 
 from gymloop.weights.offer import Offer, SyncAborted
@@ -47,7 +47,7 @@ class TakesWeights:
         """Replace every parameter by those of an offer.
 
         Args:
-            pickled: an ``Offer``.
+            pickled: an ``Offer``, as ``multiprocessing`` moves what goes to another process.
             version: of the weights.
             first_rank: of this engine's first worker among the receivers of the offer.
 
@@ -55,7 +55,7 @@ class TakesWeights:
             None when it is done; else the kind of failure, what happened, and what it left behind. An exception would
             reach the engine as text alone.
         """
-        offer: Offer = pickle.loads(pickled)
+        offer: Offer = ForkingPickler.loads(pickled)
         if not hasattr(self, "gymloop_receiver"):
             self.gymloop_receiver = WeightReceiver(str(self.device))
         receiver = self.gymloop_receiver
