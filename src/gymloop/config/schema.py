@@ -300,7 +300,7 @@ class VllmCfg(Section):
     """Requests that begin alike share what is computed of it; dropped at every weight sync."""
     repeatable_draws: bool = False
     """True draws each rollout's tokens from a random stream of its own, so that the same recipe nearly repeats itself;
-    vLLM then draws row by row, which costs 8 % of its tokens on a GPU and half on a CPU."""
+    vLLM may then draw row by row: 1 to 8 % fewer tokens on a GPU, half as many on a CPU, as measured."""
     async_engine: bool = True
     """NeMo RL's switch; only true, since rollouts join and leave the batch at any step."""
     expose_http_server: bool = True

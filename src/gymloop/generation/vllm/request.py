@@ -110,8 +110,8 @@ def sampling_params(sampling: Sampling, limit: int, engine_seed: int, *, whole: 
         sampling: how to draw.
         limit: tokens at most.
         engine_seed: see ``draw_seed``.
-        whole: one reply at the end. Pieces cost the engine's loop twice the time of a token, and where many rows run
-            that loop is what limits them.
+        whole: one reply at the end. Pieces cost the engine's loop half as much time again and more, and where many rows
+            run that loop is what limits them.
     """
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
