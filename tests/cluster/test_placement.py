@@ -29,7 +29,7 @@ def cpus(*bundles):
 
 def free(wanted=4):
     """What is free once Ray has settled; which takes a moment, also after a reservation was made."""
-    for _ in range(150):
+    for _ in range(400):
         if (now := supply_of("CPU").free) == wanted:
             break
         time.sleep(0.1)
