@@ -13,9 +13,9 @@ def vllm(**cfg):
 
 @pytest.mark.parametrize(
     ("asked", "syncs", "expected"),
-    [(None, True, "dummy"), (None, False, "auto"), ("auto", True, "auto"), ("dummy", True, "dummy")],
+    [(None, True, "auto"), (None, False, "auto"), ("auto", True, "auto"), ("dummy", True, "dummy")],
 )
-def test_weights_that_a_sync_brings_anyway_are_not_read(asked, syncs, expected):
+def test_weights_are_read_unless_the_recipe_says_otherwise(asked, syncs, expected):
     settings, rows = _engine_settings(vllm(load_format=asked, max_num_seqs=7), syncs)
     assert (settings.load_format, rows) == (expected, 7)
     assert settings.waits_for_weights == (expected == "dummy")

@@ -211,7 +211,7 @@ class Control:
             if undo is not None:
                 call.add_done_callback(lambda _: self._loop.submit(undo()))
             raise InfraError(f"the engine's {what} took longer than {timeout:g} s") from error
-        except InfraError:
+        except GymloopError:
             raise
         except Exception as error:  # vLLM's
             self._life.require()

@@ -15,7 +15,7 @@ import os
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from multiprocessing import popen_forkserver
+from multiprocessing import popen_forkserver, resource_tracker
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
@@ -75,6 +75,7 @@ def begin(environment: Mapping[str, str]) -> None:
         environment: variables that imports read, the number of threads among them.
     """
     global _reaper
+    resource_tracker.ensure_running()  # without the mark: it cleans up after whatever the reaper kills
     with _starting:
         if _reaper is None:
             _reaper = Reaper()
