@@ -10,7 +10,8 @@ sampled tokens, no text. It is measured with one output at the end and with one 
 faster of the two. Prompts are new in every round and on every side; what all of them share is the beginning that the
 template writes.
 
-A last raw round has a seed in every request, as gymloop's have: where it is slower, vLLM draws seeded rows one by one.
+A last raw round has a seed in every request, as gymloop's have with ``repeatable_draws``: where it is slower, vLLM
+draws seeded rows one by one.
 """
 
 from __future__ import annotations

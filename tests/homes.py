@@ -17,6 +17,12 @@ from safetensors.numpy import load_file
 
 MARK = "GYMLOOP_TEST_TREE"
 START_LIMIT_S = 150
+ON_VLLM = (
+    "policy.generation.backend=vllm",
+    "+policy.generation.vllm_cfg={load_format: dummy, max_num_seqs: 8, kv_cache_memory_bytes: 67108864}",
+    "startup.deadline_s=400",
+)
+"""Overrides that run a recipe on a small vLLM."""
 
 
 class Home:

@@ -21,21 +21,18 @@ import yaml
 
 import toys
 from calculator_server import write_rows
-from homes import Home, gone
+from homes import ON_VLLM, Home, gone
 
-from ..gym.nemo.stand_in import make
-from ..gym.nemo.test_runs import OWN_AGENT
+from ..gym.nemo.stand_in import OWN_ROW, make, make_own_agent
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
 VLLM = (
-    "policy.generation.backend=vllm",
-    "+policy.generation.vllm_cfg={load_format: dummy, max_num_seqs: 8, kv_cache_memory_bytes: 67108864}",
+    *ON_VLLM,
     "sft_warmup.steps=0",
     "grpo.val_period=0",
     "grpo.max_num_steps=1000",
     "grpo.max_num_epochs=1000",
-    "startup.deadline_s=400",
 )
 MANY_ROLLOUTS = ("grpo.num_prompts_per_step=200", "grpo.num_generations_per_prompt=8", "data.train.num_tasks=400")
 SAID_WITHIN_S = 500.0
@@ -176,14 +173,8 @@ def test_a_load_slower_than_the_gyms_own_limit_holds_up_the_rollouts_and_fails_n
     """An agent of NeMo Gym's kind that calls the run's model has the model's address long before the model is there."""
     limit_s = 8
     make(home.folder / "gym")
-    agent = home.folder / "responses_api_agents" / "calling_agent"
-    agent.mkdir(parents=True)
-    (agent / "app.py").write_text(OWN_AGENT)
-    called = {"type": "responses_api_models", "name": "policy_model"}
-    blocks = {"own": {"responses_api_agents": {"calling_agent": {"entrypoint": "app.py", "model_server": called}}}}
-    (home.folder / "own.yaml").write_text(yaml.safe_dump(blocks))
-    row = {"responses_create_params": {"input": "hi", "tools": []}, "agent_ref": {"name": "own"}}
-    write_rows(home.folder / "rows.jsonl", [row] * 2)
+    config = make_own_agent(home.folder)
+    write_rows(home.folder / "rows.jsonl", [OWN_ROW] * 2)
     recipe = yaml.safe_load(home.recipe.read_text())
     del recipe["grpo"]["max_val_samples"]
     recipe["data"] = {"train": {"data_path": "rows.jsonl"}}
@@ -191,7 +182,7 @@ def test_a_load_slower_than_the_gyms_own_limit_holds_up_the_rollouts_and_fails_n
         "should_use_nemo_gym": True,
         "nemo_gym_installation": "gym",
         "nemo_gym": {
-            "config_paths": ["own.yaml"],
+            "config_paths": [config],
             "is_trajectory_collection": False,
             "server_spinup_timeout_seconds": limit_s,
         },

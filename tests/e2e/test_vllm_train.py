@@ -10,16 +10,11 @@ from pathlib import Path
 import pytest
 
 import toys
-from homes import Home, gone
+from homes import ON_VLLM, Home, gone
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
-VLLM = (
-    "policy.generation.backend=vllm",
-    "+policy.generation.vllm_cfg={load_format: dummy, max_num_seqs: 8, kv_cache_memory_bytes: 67108864}",
-    "startup.deadline_s=400",
-    "grpo.max_num_steps=2",
-)
+VLLM = (*ON_VLLM, "grpo.max_num_steps=2")
 
 
 @pytest.fixture

@@ -23,9 +23,8 @@ _NEEDED = frozenset(
 )  # fmt: skip
 _FAMILIES = (
     "GYMLOOP_", "PYTHON", "LC_", "XDG_", "CUDA", "NVIDIA_", "NCCL_", "NVSHMEM_", "GLOO_", "OMP_", "MKL_", "KMP_",
-    "OPENBLAS_",
-    "GOMP_", "MALLOC_", "TORCH", "PYTORCH_", "TRITON_", "INDUCTOR_", "CUBLAS_", "CUDNN_", "VLLM_", "FLASHINFER_",
-    "TRANSFORMERS_", "SAFETENSORS_", "UCX_", "FI_", "COVERAGE_",
+    "OPENBLAS_", "GOMP_", "MALLOC_", "TORCH", "PYTORCH_", "TRITON_", "INDUCTOR_", "CUBLAS_", "CUDNN_", "VLLM_",
+    "FLASHINFER_", "TRANSFORMERS_", "SAFETENSORS_", "UCX_", "FI_", "COVERAGE_",
 )  # fmt: skip
 _RAYS_OWN = ("RAY_", "__RAY_")
 """Ray's processes find each other by them, also by what looks like a secret."""

@@ -135,9 +135,8 @@ class VllmEngine:
             resident = self._core.resident_bytes()
             if on_loading is not None:
                 on_loading("the model in vLLM's processes", resident)
-            if (
-                meanwhile is not None and resident
-            ):  # not before: two threads that import transformers disturb each other
+            # Not before they are there: two threads that import transformers disturb each other.
+            if meanwhile is not None and resident:
                 meanwhile()
                 meanwhile = None
             if time.monotonic() > until:

@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from gymloop.cluster.remote import Remote
+from gymloop.cluster.remote import Remote, named
 from gymloop.config.schema import Recipe
 from gymloop.errors import ConfigError, GymloopError, InfraError
 from gymloop.weights.offer import SyncAborted, SyncRequest
@@ -229,11 +229,10 @@ class _Sync:
         if not isinstance(error, GymloopError):
             return error
         what = f"weight sync to version {self._request.version} by {self._request.transport}"
-        said = str(error) if part.name in str(error) else f"{part.name}: {error}"
         kind = ConfigError if isinstance(error, ConfigError) else InfraError
-        named = kind(f"{what}: {said}", cause=error.cause)
-        named.__cause__ = error
-        return named
+        told = kind(f"{what}: {named(part.name, error)}", cause=error.cause)
+        told.__cause__ = error
+        return told
 
 
 async def _silent(parts: Sequence[Remote], patience_s: float) -> dict[Remote, BaseException]:

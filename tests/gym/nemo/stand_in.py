@@ -10,6 +10,8 @@ import sys
 import time
 from pathlib import Path
 
+import yaml
+
 TESTS = Path(__file__).parents[2]
 CONFIG = "resources_servers/calculator/configs/calculator.yaml"
 AGENT = "calculator_simple_agent"
@@ -47,6 +49,45 @@ calculator:
       - {{name: train, type: train, jsonl_fpath: resources_servers/calculator/data/train.jsonl}}
       - {{name: validation, type: validation, jsonl_fpath: resources_servers/calculator/data/none.jsonl}}
 """
+OWN_AGENT = """
+import json, os
+ray_enabled = False
+import httpx, uvicorn
+from starlette.applications import Starlette
+from starlette.responses import JSONResponse
+from starlette.routing import Route
+
+name = os.environ["NEMO_GYM_CONFIG_PATH"]
+config = json.loads(os.environ["NEMO_GYM_CONFIG_DICT"])
+own = config[name]["responses_api_agents"]["calling_agent"]
+model = config["policy_model"]["responses_api_models"]["gymloop"]
+
+async def healthz(request):
+    return JSONResponse({})
+
+async def run(request):
+    params = (await request.json())["responses_create_params"]
+    async with httpx.AsyncClient(timeout=60, trust_env=False) as client:
+        reply = await client.post(f"http://{model['host']}:{model['port']}/v1/responses", json=params)
+    return JSONResponse({"response": reply.json(), "reward": 0.5}, status_code=reply.status_code)
+
+uvicorn.run(
+    Starlette(routes=[Route("/healthz", healthz), Route("/run", run, methods=["POST"])]),
+    host=own["host"], port=own["port"], log_level="warning",
+)
+"""
+OWN_ROW = {"responses_create_params": {"input": "hi", "tools": []}, "agent_ref": {"name": "own"}}
+
+
+def make_own_agent(folder: Path) -> str:
+    """An agent's server that calls the run's model itself, made in ``folder``; the name of its configuration there."""
+    server = folder / "responses_api_agents" / "calling_agent"
+    server.mkdir(parents=True)
+    (server / "app.py").write_text(OWN_AGENT)
+    model = {"type": "responses_api_models", "name": "policy_model"}
+    block = {"own": {"responses_api_agents": {"calling_agent": {"entrypoint": "app.py", "model_server": model}}}}
+    (folder / "own_agent.yaml").write_text(yaml.safe_dump(block))
+    return "own_agent.yaml"
 
 
 def make(folder: Path) -> Path:

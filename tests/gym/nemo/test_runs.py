@@ -21,35 +21,8 @@ import forked
 from calculator_server import rows, serving
 
 from ..test_runs_over_http import ENDED_WITHIN_S, NAMED_WITHIN_S, PROMPTS, SIZE, Lab
-from .stand_in import AGENT, BLOCKS, CONFIG, SERVER, gone, make, processes
+from .stand_in import AGENT, BLOCKS, CONFIG, OWN_ROW, SERVER, gone, make, make_own_agent, processes
 
-OWN_AGENT = """
-import json, os
-ray_enabled = False
-import httpx, uvicorn
-from starlette.applications import Starlette
-from starlette.responses import JSONResponse
-from starlette.routing import Route
-
-name = os.environ["NEMO_GYM_CONFIG_PATH"]
-config = json.loads(os.environ["NEMO_GYM_CONFIG_DICT"])
-own = config[name]["responses_api_agents"]["calling_agent"]
-model = config["policy_model"]["responses_api_models"]["gymloop"]
-
-async def healthz(request):
-    return JSONResponse({})
-
-async def run(request):
-    params = (await request.json())["responses_create_params"]
-    async with httpx.AsyncClient(timeout=60, trust_env=False) as client:
-        reply = await client.post(f"http://{model['host']}:{model['port']}/v1/responses", json=params)
-    return JSONResponse({"response": reply.json(), "reward": 0.5}, status_code=reply.status_code)
-
-uvicorn.run(
-    Starlette(routes=[Route("/healthz", healthz), Route("/run", run, methods=["POST"])]),
-    host=own["host"], port=own["port"], log_level="warning",
-)
-"""
 LONG = "grpo.max_num_steps=100000"
 
 
@@ -146,16 +119,10 @@ def test_a_run_starts_the_servers_of_its_recipe_trains_on_them_and_ends_them(lab
 @pytest.mark.slow
 def test_an_agent_of_its_own_gets_the_address_of_the_runs_model_and_plays_beside_the_others(lab):
     recipe = lab.hosted("own", count=1)
-    folder = lab.folder / "responses_api_agents" / "calling_agent"
-    folder.mkdir(parents=True)
-    (folder / "app.py").write_text(OWN_AGENT)
-    model = {"type": "responses_api_models", "name": "policy_model"}
-    agent = {"own": {"responses_api_agents": {"calling_agent": {"entrypoint": "app.py", "model_server": model}}}}
-    (lab.folder / "own_agent.yaml").write_text(yaml.safe_dump(agent))
-    plain = {"responses_create_params": {"input": "hi", "tools": []}, "agent_ref": {"name": "own"}}
+    config = make_own_agent(lab.folder)
     with (lab.folder / "own.jsonl").open("a") as file:
-        file.write(json.dumps(plain) + "\n")
-    done = lab.start(recipe, f"env.nemo_gym.config_paths=[{CONFIG},own_agent.yaml]").wait()
+        file.write(json.dumps(OWN_ROW) + "\n")
+    done = lab.start(recipe, f"env.nemo_gym.config_paths=[{CONFIG},{config}]").wait()
     assert done.code == 0, done.output
     rewards = [record["reward"] for step in (1, 2) for record in lab.records(recipe, step)]
     assert rewards.count(0.5) == 2 * SIZE

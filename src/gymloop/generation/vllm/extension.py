@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from multiprocessing.reduction import ForkingPickler
 from typing import TYPE_CHECKING, Any, Literal
 
-from gymloop.weights.offer import Offer, SyncAborted
+from gymloop.weights.offer import Offer
 from gymloop.weights.receiver import WeightReceiver
 
 if TYPE_CHECKING:
@@ -72,8 +72,7 @@ class TakesWeights:
             if missing:
                 raise RuntimeError(f"no value came for {len(missing)} parameters, among them {missing[0]!r}")
         except Exception as error:  # noqa: BLE001  (told, not lost: see Returns)
-            kind = "SyncAborted" if isinstance(error, SyncAborted) else type(error).__name__
-            return kind, str(error), damage
+            return type(error).__name__, str(error), damage
         return None
 
     def _gymloop_in_place(self, model: Any, tensors: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
