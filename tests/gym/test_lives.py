@@ -66,6 +66,9 @@ async def test_a_refused_connection_is_the_end_of_a_life():
 
             def meanwhile():
                 async def ask():
+                    # Where the client does not know yet that its connection was closed, this is how it learns it.
+                    with pytest.raises(InfraError, match="connection"):
+                        await source.seed_session(row("maybe lost"))
                     with pytest.raises(InfraError, match="no connection"):
                         await source.seed_session(row("refused"))
                     refused.set()
