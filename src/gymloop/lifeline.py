@@ -7,6 +7,8 @@ work without it, both on Linux:
   for one process: whoever starts a tied process must do so from a thread that lives as long as the process should.
 * ``reaped``: a small process of its own waits for the end of this one, then kills whatever carries the mark that this
   one put into the environment of everything it started. That reaches processes which others start for us, as Ray does.
+  A process that gives itself a title may write it over its environment (setproctitle does, and Ray's agents call it),
+  so the small process keeps an eye on what is there: a child without a mark belongs to the run that its parent is of.
 
     python -m gymloop.lifeline PARENT COMMAND...      tie this process to PARENT, then become COMMAND
     python lifeline.py --reap MARK                    wait for the end of standard input, then kill what is marked
@@ -17,17 +19,20 @@ This file is also run by its path, without site-packages: it imports the standar
 from __future__ import annotations
 
 import os
+import select
 import signal
 import subprocess
 import sys
 import time
 import uuid
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 MARK = "GYMLOOP_RUN"
 """Environment variable that names the run a process belongs to."""
 REAP_S = 10.0
+LOOK_S = 2.0
+"""Between two looks at what a run has started; an interpreter that sets a title has imported for about as long."""
 _PR_SET_PDEATHSIG = 1
 
 
@@ -68,9 +73,10 @@ class Reaper:
             return
         self.mark = uuid.uuid4().hex
         command = [sys.executable, "-S", "-E", __file__, "--reap", self.mark]
-        # Without a mark of its own, and in a session of its own, so that Ctrl-C reaches the run and not what cleans up.
-        unmarked = {name: value for name, value in os.environ.items() if name != MARK}
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True, env=unmarked)
+        # Of no run, also not of the one around it, and in a session of its own: Ctrl-C is not for what cleans up.
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, start_new_session=True, env={**os.environ, MARK: ""}
+        )
 
     @contextmanager
     def marking(self) -> Iterator[None]:
@@ -108,38 +114,62 @@ def reaped() -> Iterator[None]:
         reaper.close()
 
 
+class _Marked:
+    """The processes that carry a mark, and their children that carry none."""
+
+    def __init__(self, mark: str) -> None:
+        self._mark = mark.encode()
+        self._alive: dict[int, int] = {}
+
+    def look(self) -> bool:
+        """Find those that are new and forget those that have ended; returns whether one is alive."""
+        for pid, pinned in list(self._alive.items()):
+            if select.select([pinned], [], [], 0)[0]:
+                os.close(self._alive.pop(pid))
+        for pid in sorted(int(name) for name in os.listdir("/proc") if name.isdigit()):
+            if pid in self._alive:
+                continue
+            try:
+                pinned = os.pidfd_open(pid)  # before anything is read, so that the pid cannot pass to another
+            except OSError:
+                continue
+            try:
+                found = self._is_of_the_run(pid)
+            except OSError:  # another user's, or it has just ended
+                found = False
+            if found and not select.select([pinned], [], [], 0)[0]:
+                self._alive[pid] = pinned
+            else:
+                os.close(pinned)
+        return bool(self._alive)
+
+    def kill(self) -> None:
+        for pinned in self._alive.values():
+            with suppress(ProcessLookupError):
+                signal.pidfd_send_signal(pinned, signal.SIGKILL)
+
+    def _is_of_the_run(self, pid: int) -> bool:
+        with open(f"/proc/{pid}/environ", "rb") as file:
+            variables = file.read().split(b"\0")
+        name = f"{MARK}=".encode()
+        marks = [variable[len(name) :] for variable in variables if variable.startswith(name)]
+        if marks:
+            return self._mark in marks
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            parent = int(file.read().rpartition(b")")[2].split()[1])
+        return parent in self._alive
+
+
 def _reap(mark: str) -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    sys.stdin.read()  # bounded: by the life of the process that holds the other end
+    marked = _Marked(mark)
+    while not select.select([sys.stdin], [], [], LOOK_S)[0]:  # bounded: by the life of who holds the other end
+        marked.look()
     until = time.monotonic() + REAP_S
-    wanted = f"{MARK}={mark}".encode()
-    while _kill_marked(wanted) and time.monotonic() < until:
+    while marked.look() and time.monotonic() < until:
+        marked.kill()
         time.sleep(0.05)
-
-
-def _kill_marked(wanted: bytes) -> bool:
-    """Kill every process that carries the mark; returns whether there was one."""
-    found = False
-    for name in os.listdir("/proc"):
-        if not name.isdigit():
-            continue
-        try:
-            process = os.pidfd_open(int(name))
-        except OSError:
-            continue
-        try:
-            # Read after the process was pinned, so that its pid cannot have passed to another.
-            with open(f"/proc/{name}/environ", "rb") as file:
-                marked = wanted in file.read().split(b"\0")
-            if marked:
-                signal.pidfd_send_signal(process, signal.SIGKILL)
-                found = True
-        except OSError:  # another user's, or it has just ended
-            pass
-        finally:
-            os.close(process)
-    return found
 
 
 if __name__ == "__main__":
