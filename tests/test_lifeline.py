@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from gymloop.lifeline import LOOK_S, tied
+from gymloop.lifeline import LOOK_S, MARK, reaped, tied
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux can tie a process to its parent")
 
@@ -104,6 +104,14 @@ def test_what_a_reaped_run_started_ends_with_it_also_what_others_started_for_it(
         stranger.wait(10)
         for pid in filter(alive, pids):
             os.kill(pid, signal.SIGKILL)
+
+
+def test_within_a_marked_block_setproctitle_leaves_the_environment_alone_and_behind_it_all_is_as_before(monkeypatch):
+    monkeypatch.setenv("SPT_NOENV", "mine")
+    monkeypatch.delenv(MARK, raising=False)
+    with reaped():
+        assert (os.environ["SPT_NOENV"], len(os.environ[MARK])) == ("1", 32)
+    assert (os.environ["SPT_NOENV"], MARK in os.environ) == ("mine", False)
 
 
 WIPED = """

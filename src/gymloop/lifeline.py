@@ -7,8 +7,8 @@ work without it, both on Linux:
   for one process: whoever starts a tied process must do so from a thread that lives as long as the process should.
 * ``reaped``: a small process of its own waits for the end of this one, then kills whatever carries the mark that this
   one put into the environment of everything it started. That reaches processes which others start for us, as Ray does.
-  A process that gives itself a title may write it over its environment (setproctitle does, and Ray's agents call it),
-  so the small process keeps an eye on what is there: a child without a mark belongs to the run that its parent is of.
+  A program that gives itself a title may write it over its environment (Redis and PostgreSQL do), so the small
+  process keeps an eye on what is there: a child without a mark belongs to the run that its parent is of.
 
     python -m gymloop.lifeline PARENT COMMAND...      tie this process to PARENT, then become COMMAND
     python lifeline.py --reap MARK                    wait for the end of standard input, then kill what is marked
@@ -30,9 +30,11 @@ from contextlib import contextmanager, suppress
 
 MARK = "GYMLOOP_RUN"
 """Environment variable that names the run a process belongs to."""
+KEEP_ENVIRONMENT = {"SPT_NOENV": "1"}
+"""Has setproctitle, which Ray and vLLM use, write no title over the environment."""
 REAP_S = 10.0
 LOOK_S = 2.0
-"""Between two looks at what a run has started; an interpreter that sets a title has imported for about as long."""
+"""Between two looks at what a run has started."""
 _PR_SET_PDEATHSIG = 1
 
 
@@ -84,14 +86,17 @@ class Reaper:
         if not self.mark:
             yield
             return
-        before = os.environ.get(MARK)
-        os.environ[MARK] = self.mark
+        new = {**KEEP_ENVIRONMENT, MARK: self.mark}
+        before = {name: os.environ.get(name) for name in new}
+        os.environ.update(new)
         try:
             yield
         finally:
-            del os.environ[MARK]
-            if before is not None:
-                os.environ[MARK] = before
+            for name, value in before.items():
+                if value is None:
+                    del os.environ[name]
+                else:
+                    os.environ[name] = value
 
     def close(self) -> None:
         """Kill what is left of the marked processes. Safe to call twice."""

@@ -10,7 +10,6 @@ ENVIRONMENT = {
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # a fork of a process with threads may hang
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # engine and policy take turns on the same cores
-    "SPT_NOENV": "1",  # the title that vLLM gives its processes would overwrite the mark in their environment
 }
 LOGGING = "VLLM_LOGGING_CONFIG_PATH"
 
