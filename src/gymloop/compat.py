@@ -9,6 +9,8 @@ import inspect
 from collections.abc import Callable
 from typing import Any, Literal
 
+from gymloop.gpu import gpu_of
+
 Precision = Literal["float32", "bfloat16"]
 
 
@@ -73,7 +75,7 @@ def has_native_bfloat16(device: str) -> bool:
     import torch
 
     if not device.startswith("cpu"):
-        return device.startswith("cuda") and torch.cuda.is_bf16_supported(including_emulation=False)
+        return device.startswith("cuda") and (torch.version.hip is not None or gpu_of(device).capability >= (8, 0))
     probes = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")  # private names; absent ones count as no
     return any(probe() for name in probes if (probe := getattr(torch.cpu, name, None)) is not None)
 

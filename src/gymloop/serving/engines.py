@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
+from gymloop import gpu
 from gymloop.compat import Precision, settle_precision
 from gymloop.generation import capacity
 from gymloop.generation.engine import Engine
@@ -39,7 +40,7 @@ def settled_device(device: str) -> str:
     """The device that ``auto`` means in this process."""
     if device != "auto":
         return device
-    return "cuda" if torch.cuda.is_available() else "cpu"
+    return "cuda" if gpu.is_there() else "cpu"
 
 
 def load_engine(

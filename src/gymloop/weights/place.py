@@ -8,6 +8,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from gymloop.gpu import named
+
 
 @dataclass(frozen=True, slots=True)
 class Place:
@@ -39,10 +41,7 @@ def here(device: str, processes: int = 1) -> Place:
     kind, _, index = device.partition(":")
     gpu = None
     if kind == "cuda" and processes == 1:
-        # Not through CUDA: an engine whose model lives in processes of its own must not make a context here.
-        number = int(index or 0)
-        visible = [one for one in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if one]
-        gpu = visible[number] if number < len(visible) else str(number)
+        gpu = named(int(index or 0), os.environ.get("CUDA_VISIBLE_DEVICES")) or index or "0"
     return Place(_host(), _address(), kind, gpu, processes)
 
 

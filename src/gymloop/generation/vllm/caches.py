@@ -16,6 +16,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
 
+from gymloop.gpu import gpu_of
 from gymloop.models.store import cache_root
 
 _DONE = "started"
@@ -87,6 +88,6 @@ def _machine(device: str) -> tuple[str, ...]:
     versions = (metadata.version("torch"), platform.python_version(), platform.machine())
     if not device.startswith("cuda"):
         return (*versions, "cpu")
-    import torch
+    from torch.version import cuda
 
-    return (*versions, torch.cuda.get_device_name(0), str(torch.version.cuda))
+    return (*versions, gpu_of(device).name, str(cuda))

@@ -12,6 +12,7 @@ from typing import Any
 
 from gymloop.errors import ConfigError
 from gymloop.generation import capacity
+from gymloop.gpu import gpu_of
 from gymloop.models.load import tensor_bytes
 
 BLOCK_TOKENS = 128
@@ -69,9 +70,7 @@ def room_for_cache(weights: int, device: str, share: float, ranks: int = 1) -> i
     """
     if not device.startswith("cuda"):
         return int((capacity.free_bytes(device) - weights) * capacity.SHARE)
-    import torch
-
-    total = torch.cuda.get_device_properties(0).total_memory
+    total = gpu_of(device).memory
     activations = max(2 << 30, total // 20)
     return int(total * share) - weights // ranks - activations
 
