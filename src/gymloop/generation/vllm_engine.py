@@ -25,7 +25,7 @@ from typing import Any, Literal
 from gymloop.errors import ConfigError, InfraError
 from gymloop.generation.capacity import text_config
 from gymloop.generation.engine import Sample, Sampling
-from gymloop.generation.vllm import extension, support
+from gymloop.generation.vllm import extension, support, warm
 from gymloop.generation.vllm.control import Control
 from gymloop.generation.vllm.core import EngineCore
 from gymloop.generation.vllm.event_loop import LoopThread
@@ -154,7 +154,8 @@ class VllmEngine:
 
         try:
             # What vLLM leaves open it chooses by this and the GPU: as a server's, its steps take longer prompts.
-            llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**args), usage_context=UsageContext.OPENAI_API_SERVER)
+            with warm.inspecting():
+                llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**args), usage_context=UsageContext.OPENAI_API_SERVER)
         except Exception as error:  # vLLM raises many kinds; all of them say that it cannot start like this
             killed = self._core.killed()
             if killed is not None:

@@ -1,8 +1,9 @@
-"""vLLM's core starts as a fork of a process that imports vLLM at the same time as this one does.
+"""vLLM's processes start as forks of one that imports vLLM at the same time as this one does.
 
-vLLM asks for a spawned process, which would begin to import it when this one has just finished: as many seconds again,
-on the way to the first token. Python's fork server imports alone and has no threads, so what is forked from it is as
-safe as what is spawned. There is one for this process, and it ends with it, however that ends.
+vLLM asks for a spawned process for its core, and starts another to look at a model's class for the first time. Each
+would begin to import vLLM when this one has just finished: as many seconds again, on the way to the first token.
+Python's fork server imports alone and has no threads, so what is forked from it is as safe as what is spawned. There is
+one for this process, and it ends with it, however that ends.
 """
 
 from __future__ import annotations
@@ -13,17 +14,25 @@ import multiprocessing.context
 import multiprocessing.forkserver
 import os
 import threading
-from collections.abc import Iterator, Mapping
+import traceback
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from multiprocessing import popen_forkserver, resource_tracker
-from multiprocessing.connection import wait
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
 from gymloop.generation.vllm.environment import LOGGING, setting
 from gymloop.lifeline import Reaper
 
+T = TypeVar("T")
+
 PRELOADED = "gymloop.generation.vllm.preloaded"
+INSPECTION = "model-inspection"
+"""Name of the process that looks at a model's class."""
+INSPECTION_LIMIT_S = 300.0
+_IN_SUBPROCESS = "_run_in_subprocess"
+"""Of vLLM's registry of models, 0.25 to 0.32."""
 _starting = threading.Lock()
 _reaper: Reaper | None = None
 
@@ -94,3 +103,65 @@ def forked() -> Iterator[None]:
         yield
     finally:
         contexts["spawn"] = before
+
+
+@contextmanager
+def inspecting() -> Iterator[None]:
+    """Within the block, vLLM looks at a model's class in a fork of the server; vLLM is imported before.
+
+    A build that does it in another way does it in its own.
+    """
+    from vllm.model_executor.models import registry
+
+    before = getattr(registry, _IN_SUBPROCESS, None)
+    if before is not None:
+        setattr(registry, _IN_SUBPROCESS, in_a_fork)
+    try:
+        yield
+    finally:
+        if before is not None:
+            setattr(registry, _IN_SUBPROCESS, before)
+
+
+def in_a_fork(work: Callable[[], T]) -> T:
+    """The result of ``work`` in a fork of the server.
+
+    Args:
+        work: may be a closure.
+
+    Raises:
+        RuntimeError: it failed, with its traceback, or its process ended.
+    """
+    import cloudpickle
+
+    context = WarmContext()
+    receiver, sender = context.Pipe(duplex=False)
+    with receiver:
+        process = context.Process(target=_send_result, args=(cloudpickle.dumps(work), sender), name=INSPECTION)
+        process.start()
+        sender.close()
+        try:
+            if not receiver.poll(INSPECTION_LIMIT_S):
+                raise RuntimeError(f"the look at the model's class took longer than {INSPECTION_LIMIT_S:g} s")
+            result, failure = receiver.recv()
+        except EOFError as error:
+            process.join(INSPECTION_LIMIT_S)
+            raise RuntimeError(f"the process that looks at the model's class ended with {process.exitcode}") from error
+        finally:
+            process.kill()  # it has nothing more to do
+            process.join(INSPECTION_LIMIT_S)
+    if failure is not None:
+        raise RuntimeError(f"in the process that looks at the model's class:\n{failure}")
+    return cast(T, result)
+
+
+def _send_result(work: bytes, sender: Connection) -> None:
+    """In the fork."""
+    import cloudpickle
+    from vllm.plugins import load_general_plugins
+
+    try:
+        load_general_plugins()
+        sender.send((cloudpickle.loads(work)(), None))
+    except Exception:  # noqa: BLE001  (a model's module may raise anything; whoever asked hears of it)
+        sender.send((None, traceback.format_exc()))
