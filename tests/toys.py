@@ -178,10 +178,10 @@ def text_ids(text: str) -> list[int]:
     return [BASE + byte for byte in text.encode()]
 
 
-def build_toy(folder: Path, family: str, weights: bool = True, **shape: Any) -> Path:
+def build_toy(folder: Path, family: str, weights: bool = True, config: str = "LlamaConfig", **shape: Any) -> Path:
     """Write ``folder/family`` with tokenizer, configs and, if asked, a one-layer random Llama; return that path.
 
-    ``shape`` are further fields of its config, such as ``FOR_VLLM``.
+    ``config`` makes another model of it, and ``shape`` are further fields of its config, such as ``FOR_VLLM``.
     """
     from tokenizers import AddedToken
     from transformers import PreTrainedTokenizerFast
@@ -200,7 +200,7 @@ def build_toy(folder: Path, family: str, weights: bool = True, **shape: Any) -> 
     tokenizer.save_pretrained(path)
 
     if weights:
-        _save_llama(path, list(spec.end_ids), S_VOCAB_SIZE if family == "s" else VOCAB_SIZE, shape)
+        _save_model(path, config, list(spec.end_ids), S_VOCAB_SIZE if family == "s" else VOCAB_SIZE, shape)
     sampling = {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95, "repetition_penalty": 1.05}
     (path / "generation_config.json").write_text(json.dumps({"eos_token_id": list(spec.end_ids), **sampling}))
     return path
@@ -229,9 +229,11 @@ def _sentence_pieces(control: dict[str, int]) -> tokenizers.Tokenizer:
     return core
 
 
-def _save_llama(path: Path, end_ids: list[int], vocab_size: int, shape: dict[str, Any]) -> None:
+def _save_model(path: Path, config: str, end_ids: list[int], vocab_size: int, shape: dict[str, Any]) -> None:
     import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
+    import transformers
+
+    from gymloop.models.tensors import persistent_buffers
 
     small = {
         "hidden_size": 32,
@@ -244,10 +246,13 @@ def _save_llama(path: Path, end_ids: list[int], vocab_size: int, shape: dict[str
         "bos_token_id": None,
         "pad_token_id": None,
     }
-    config = LlamaConfig(vocab_size=vocab_size, **{**small, **shape})
+    made = getattr(transformers, config)(vocab_size=vocab_size, **{**small, **shape})
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        LlamaForCausalLM(config).save_pretrained(path)
+        model = transformers.AutoModelForCausalLM.from_config(made)
+        for buffer in persistent_buffers(model).values():  # not as the config makes them: only the checkpoint tells
+            buffer.add_(torch.rand_like(buffer) * 0.5 + 0.1)
+        model.save_pretrained(path)
 
 
 def _byte_characters() -> dict[int, str]:

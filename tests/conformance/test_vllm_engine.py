@@ -12,7 +12,7 @@ import os
 import signal
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 from gymloop.errors import ConfigError, InfraError
 from gymloop.generation.engine import Engine, Sampling
 from gymloop.generation.vllm_engine import VllmEngine
+from gymloop.weights.shared import SharedSender
 
 from . import engine as kit
 
@@ -167,7 +168,7 @@ async def test_close_in_flight_raises_infra_error_by_name(subject_of: Callable[[
     assert not alive(pids)
 
 
-async def test_a_killed_engine_core_is_named_in_seconds_by_requests_syncs_and_checks(
+async def test_an_engine_core_that_is_killed_in_an_update_is_named_in_seconds_by_requests_syncs_and_checks(
     subject_of: Callable[[str], Subject],
 ) -> None:
     subject = subject_of("llama-tied")
@@ -177,8 +178,13 @@ async def test_a_killed_engine_core_is_named_in_seconds_by_requests_syncs_and_ch
     tasks = [asyncio.create_task(call) for call in calls]
     await kit.soon(gate.open.wait())
     await asyncio.to_thread(engine.pause, kit.LIMIT_S)  # so that no request can end meanwhile
+    os.kill(engine.pids[0], signal.SIGSTOP)  # and no update
+    update = asyncio.create_task(asyncio.to_thread(engine.load_weights, kit.current(subject), 1))
+    await asyncio.sleep(0.5)
     began = time.monotonic()
     os.kill(engine.pids[0], signal.SIGKILL)
+    with pytest.raises(InfraError, match="SIGKILL"):
+        await kit.soon(update)
     results = await kit.soon(asyncio.gather(*tasks, return_exceptions=True))
     assert time.monotonic() - began < 10
     assert all(isinstance(result, InfraError) for result in results)
@@ -191,3 +197,32 @@ async def test_a_killed_engine_core_is_named_in_seconds_by_requests_syncs_and_ch
     with pytest.raises(InfraError, match="SIGKILL"):
         await engine.generate([1], Sampling(1), "late")
     await asyncio.to_thread(subject.close)
+
+
+async def test_a_weight_update_that_vllm_does_not_answer_ends_the_engine_after_a_few_stalls(
+    subject_of: Callable[[str], Subject],
+) -> None:
+    """Requests in flight, the update and whatever comes later are told of the same cause, and close kills it."""
+    subject = subject_of("llama-tied")
+    engine: Any = subject.shared()
+    pids = engine.pids
+    gate = kit.Gate()
+    waiting = asyncio.create_task(engine.generate([1], Sampling(90, temperature=0), "waits", gate))
+    await kit.soon(gate.open.wait())
+    await asyncio.to_thread(engine.pause, kit.LIMIT_S)
+    with closing(SharedSender()) as sender:
+        offer = sender.copied(kit.current(subject), 1, stall_s=0.5)
+        os.kill(pids[0], signal.SIGSTOP)
+        began = time.monotonic()
+        late = "the engine is dead: its update to weight version 1 took longer than 2 s"
+        with pytest.raises(InfraError, match=late):
+            await asyncio.to_thread(engine.take_weights, offer, 1)
+    with pytest.raises(InfraError, match=f"'waits' was lost: {late}"):
+        await kit.soon(waiting)
+    with pytest.raises(InfraError, match=late):
+        engine.require_alive()
+    with pytest.raises(InfraError, match=late):
+        await asyncio.to_thread(engine.resume)
+    assert time.monotonic() - began < 10
+    await asyncio.to_thread(subject.close)
+    assert not alive(pids)

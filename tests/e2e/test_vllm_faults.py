@@ -6,7 +6,6 @@ machine is. Nothing is left running, stopped processes among it.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
@@ -24,6 +23,18 @@ from calculator_server import write_rows
 from homes import ON_VLLM, Home, gone
 
 from ..gym.nemo.stand_in import OWN_ROW, make, make_own_agent
+from .watched import (
+    ENDED_WITHIN_S,
+    NAMED_WITHIN_S,
+    SAID_WITHIN_S,
+    actor,
+    core,
+    ends_by_name,
+    log_of,
+    said,
+    until,
+    worker,
+)
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
@@ -35,10 +46,6 @@ VLLM = (
     "grpo.max_num_epochs=1000",
 )
 MANY_ROLLOUTS = ("grpo.num_prompts_per_step=200", "grpo.num_generations_per_prompt=8", "data.train.num_tasks=400")
-SAID_WITHIN_S = 500.0
-NAMED_WITHIN_S = 15.0
-ENDED_WITHIN_S = 60.0
-"""The name is said at once; what is torn down then takes its time on a busy machine."""
 
 
 @pytest.fixture(scope="module")
@@ -51,69 +58,6 @@ def home(tmp_path, model):
     made = Home(tmp_path, model)
     yield made
     made.kill_all()
-
-
-def log_of(home, name):
-    path = home.run_dir / "logs" / f"{name}.log"
-    return path.read_text() if path.exists() else ""
-
-
-def until(process, condition, what):
-    """Wait for what ``condition`` finds, while the run lives."""
-    deadline = time.monotonic() + SAID_WITHIN_S
-    while not (found := condition()):
-        assert process.poll() is None, process.communicate()[0]
-        assert time.monotonic() < deadline, f"{what} did not come within {SAID_WITHIN_S:.0f} s"
-        time.sleep(0.005)
-    return found
-
-
-def said(home, process, pattern):
-    return until(process, lambda: re.search(pattern, log_of(home, "run")), pattern)
-
-
-def actor(home, name):
-    """Pid of a worker of the run's: its log file is its standard output, as it is of its children's."""
-    log = os.path.realpath(home.run_dir / "logs" / f"{name}.log")
-    writers = set()
-    for pid in home.processes():
-        with contextlib.suppress(OSError):
-            if os.path.realpath(f"/proc/{pid}/fd/1") == log:
-                writers.add(pid)
-    return next((pid for pid in writers if parent(pid) not in writers), None)
-
-
-def core(home):
-    """Pid of vLLM's engine core, also before it has given itself a name: a fork of the engine's fork server."""
-    engine, found = actor(home, "engine"), home.processes()
-    servers = (pid for pid, command in found.items() if "multiprocessing.forkserver" in command)
-    server = next((pid for pid in servers if engine is not None and parent(pid) == engine), None)
-    return next((pid for pid in found if server is not None and parent(pid) == server), None)
-
-
-def worker(home):
-    """Pid of the process that holds vLLM's model."""
-    return next((pid for pid, command in home.processes().items() if command.startswith("VLLM::Worker")), None)
-
-
-def parent(pid):
-    try:
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-    except OSError:
-        return None
-
-
-def ends_by_name(home, process, phase, name):
-    """What the run says when it fails, within seconds, and that nothing is left of it."""
-    began = time.monotonic()
-    failed = said(home, process, r"failed in (?s:.*)")[0]
-    seconds = time.monotonic() - began
-    output, _ = process.communicate(timeout=ENDED_WITHIN_S)
-    assert process.returncode == 1, output
-    assert seconds < NAMED_WITHIN_S, output
-    assert re.match(rf"failed in {phase}.*: .*{name}", failed), failed
-    assert re.search(name, output[output.rindex("\ngymloop: ") :]), output
-    assert gone(home, NAMED_WITHIN_S), home.processes()
 
 
 KILLED = r"(the engine is dead|did not start on .*): vLLM's process EngineCore \(pid \d+\) was killed by SIGKILL"

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from gymloop.models.tensors import persistent_buffers
+
 VOCABULARY = 61
 SIZES = {
     "vocab_size": VOCABULARY,
@@ -40,6 +42,18 @@ def config_of(name: str):
             return transformers.Gemma2Config(**{**SIZES, "pad_token_id": 0}, head_dim=8, query_pre_attn_scalar=8)
         case "mamba":
             return transformers.MambaConfig(vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2, state_size=4)
+        case "apertus":
+            return transformers.ApertusConfig(**SIZES, rope_parameters={"rope_type": "default", "rope_theta": 1e4})
+        case "gemma4":
+            return transformers.Gemma4TextConfig(
+                **{**SIZES, "pad_token_id": 0}, head_dim=8, global_head_dim=8, hidden_size_per_layer_input=0,
+                layer_types=["sliding_attention", "full_attention"],
+            )  # fmt: skip
+        case "glm4-moe":
+            return transformers.Glm4MoeConfig(
+                **SIZES, n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, n_shared_experts=1,
+                first_k_dense_replace=1, n_group=1, topk_group=1,
+            )  # fmt: skip
     raise KeyError(name)
 
 
@@ -72,6 +86,8 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
                     for parameter in model.parameters():
                         if parameter.ndim > 1:
                             parameter.mul_(6)
+                    for buffer in persistent_buffers(model).values():  # no two alike, and none as the config makes it
+                        buffer.add_(torch.rand_like(buffer) * 0.5 + 0.1)
                 model.save_pretrained(folder)
         return folder
 

@@ -1,12 +1,14 @@
 """Moving a policy moves all of its memory and changes nothing of what it computes."""
 
+import enum
+
 import numpy as np
 import pytest
 import torch
 
 from gymloop.algorithms.batch import TrainBatch, TrainSequence
 from gymloop.config.schema import Loss, OptimizerKwargs
-from gymloop.policy.residence import pack, slots
+from gymloop.policy.residence import PinnedMemory, _forget_last_error, _launch, pack, slots
 from gymloop.policy.spec import PolicySpec
 from gymloop.policy.worker import PolicyWorker
 
@@ -82,6 +84,66 @@ def test_a_policy_that_starts_on_the_host_saves_and_restores_there_and_trains_on
     again.restore(tmp_path / "p")
     again.to_device()
     assert again.snapshot().buffer.tobytes() == worker.snapshot().buffer.tobytes()
+
+
+class Cuda:
+    """CUDA's runtime as torch gives it: an error that nobody asked for is the next kernel's."""
+
+    class cudaError(enum.IntEnum):
+        success = 0
+        memoryAllocation = 2
+
+    def __init__(self, status):
+        self.status, self.last, self.registered = self.cudaError(status), self.cudaError.success, []
+
+    def cudaHostRegister(self, address, nbytes, flags):
+        self.last = self.status
+        if self.status == self.cudaError.success:
+            self.registered.append(address)
+        return self.status
+
+    def cudaHostUnregister(self, address):
+        self.registered.remove(address)
+
+    def launch(self):
+        last, self.last = self.last, self.cudaError.success
+        if last != self.cudaError.success:
+            raise RuntimeError(f"CUDA error: {last.name}")
+
+
+def test_memory_that_cannot_be_page_locked_is_used_as_it_is_and_its_error_is_nobody_elses(caplog):
+    cuda = Cuda(2)
+    memory = PinnedMemory(4096, cuda, cuda.launch)
+    assert not memory.locked
+    assert memory.block.fill_(3).sum() == 3 * 4096
+    cuda.launch()  # it would raise what is left
+    assert [record.getMessage() for record in caplog.records] == [
+        "0.0 GB of the policy's memory could not be page-locked (CUDA's error 2); it moves more slowly"
+    ]
+    memory.close()
+    memory.close()
+
+
+def test_page_locked_memory_is_unlocked_once(caplog):
+    cuda = Cuda(0)
+    memory = PinnedMemory(4096, cuda, lambda: pytest.fail("nothing has to be forgotten"))
+    assert memory.locked
+    assert cuda.registered == [memory.block.data_ptr()]
+    memory.close()
+    memory.close()
+    assert not cuda.registered
+    assert not caplog.records
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_kernel_after_memory_that_cannot_be_page_locked_does_not_fail_of_it():
+    first = PinnedMemory(1 << 20)
+    runtime = torch.cuda.cudart()
+    again = runtime.cudaHostRegister(first.block.data_ptr(), 1 << 20, 0)  # registered already
+    assert again != runtime.cudaError.success
+    _forget_last_error(_launch)
+    assert torch.ones(2, device="cuda").sum() == 2
+    first.close()
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

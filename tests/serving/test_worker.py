@@ -285,6 +285,40 @@ def test_a_dead_engine_is_told(worker, toy):
         served.check()
 
 
+def test_an_engine_that_cannot_be_paused_for_new_weights_is_stuck_until_it_can(worker, toy, monkeypatch):
+    import torch
+
+    from gymloop.models.load import load_causal_lm
+    from gymloop.serving import worker as module
+    from gymloop.weights.snapshot import take
+
+    served = worker()
+    load(served, toy("q"))
+    weights = take(load_causal_lm(toy("q"), "float32", "cpu").named_parameters())
+    begun, goes_on = threading.Event(), threading.Event()
+
+    def stand_still(*_):
+        begun.set()
+        goes_on.wait(60)
+
+    hook = torch.nn.modules.module.register_module_forward_pre_hook(stand_still)
+    asking = threading.Thread(target=ask, args=(served,))
+    try:
+        asking.start()
+        assert begun.wait(60)
+        monkeypatch.setattr(module, "PAUSE_TIMEOUT_S", 0.2)
+        with pytest.raises(InfraError, match=r"pause waited 0\.2 s"):
+            served.load_weights(weights, 1)
+        with pytest.raises(InfraError, match=r"pause waited 0\.2 s"):
+            served.check()
+    finally:
+        goes_on.set()
+        hook.remove()
+    asking.join(60)
+    served.load_weights(weights, 1)
+    served.check()
+
+
 def test_traffic_counts_what_was_served(worker, toy):
     served = worker()
     assert served.traffic().samples == 0

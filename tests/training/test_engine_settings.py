@@ -26,5 +26,9 @@ def test_an_engine_that_nobody_brings_weights_is_refused():
         _engine_settings(vllm(load_format="dummy"), syncs=False)
 
 
+def test_the_default_is_spelled_as_vllm_spells_it():
+    assert VllmCfg().load_format == "auto"
+
+
 def test_the_embedded_engine_has_no_such_settings():
     assert _engine_settings(Generation(max_new_tokens=8), syncs=True)[0] is None

@@ -291,9 +291,8 @@ class VllmCfg(Section):
     """NeMo RL's second place for the context limit; null, or what ``policy.max_total_sequence_length`` says."""
     enforce_eager: bool | None = None
     """True compiles nothing and starts sooner; null compiles on a GPU and not on a CPU."""
-    load_format: Literal["auto", "safetensors", "dummy"] | None = None
-    """``dummy`` reads no weights, and serves nothing before the first weight sync; null is ``auto``. Only for models
-    without persistent buffers, which a sync does not bring."""
+    load_format: Literal["auto", "safetensors", "dummy"] | None = "auto"
+    """``dummy`` reads no weights, and serves nothing before the first weight sync; null means ``auto``."""
     kv_cache_dtype: str = "auto"
     """As vLLM names it; ``auto`` is the engine's precision."""
     enable_prefix_caching: bool = True

@@ -20,6 +20,7 @@ from gymloop.generation.engine import Sampling
 from gymloop.generation.kv_cache import ATTENTION, DenseCache, Step
 from gymloop.generation.rows import Rows
 from gymloop.models.load import OnBytes, load_causal_lm
+from gymloop.models.tensors import checkpoint_tensors
 from gymloop.weights.fit import check_fits
 from gymloop.weights.source import WeightSource
 
@@ -106,7 +107,7 @@ class Decoder:
         return output.logits[0].float()
 
     def check_fits(self, source: WeightSource) -> None:
-        """Check that the source holds exactly this model's parameters.
+        """Check that the source holds exactly this model's parameters and persistent buffers.
 
         Raises:
             ConfigError: it does not.
@@ -114,19 +115,19 @@ class Decoder:
         check_fits(source, self.model)
 
     def replace_weights(self, source: WeightSource) -> None:
-        """Copy weights that fit into the parameters, which stay where they are; types become the model's.
+        """Copy weights that fit into the model's tensors, which stay where they are; types become the model's.
 
         Raises:
-            InfraError: the source ended early; some parameters have their new values, some the old ones.
+            InfraError: the source ended early; some tensors have their new values, some the old ones.
         """
-        parameters = dict(self.model.named_parameters())
+        held = dict(checkpoint_tensors(self.model))
         with torch.no_grad():
-            if not all(parameter.is_contiguous() for parameter in parameters.values()):
+            if not all(tensor.is_contiguous() for tensor in held.values()):
                 for name, tensor in source.tensors():
-                    parameters[name].copy_(tensor)
+                    held[name].copy_(tensor)
                 return
             for piece in source.pieces():
-                flat = parameters[piece.entry.name].view(-1)
+                flat = held[piece.entry.name].view(-1)
                 flat[piece.begin : piece.begin + piece.values.numel()].copy_(piece.values)
 
     @torch.inference_mode()

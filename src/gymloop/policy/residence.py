@@ -7,9 +7,11 @@ it is one allocation, which another process maps by one handle.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -127,21 +129,47 @@ class Residence:
 class PinnedMemory:
     """Page-locked memory of exactly the size asked for; torch's own allocator rounds it up to a power of two.
 
+    Where it cannot be locked it is ordinary memory.
+
+    Args:
+        nbytes: its size.
+        runtime: CUDA's, as torch gives it; None takes it from there.
+        launch: runs any kernel.
+
     Attributes:
         block: uint8 [nbytes].
+        locked: whether it is.
     """
 
-    def __init__(self, nbytes: int) -> None:
+    def __init__(self, nbytes: int, runtime: Any = None, launch: Callable[[], object] | None = None) -> None:
         self.block = torch.empty(nbytes, dtype=torch.uint8)
-        runtime = torch.cuda.cudart()
-        self._locked = runtime.cudaHostRegister(self.block.data_ptr(), nbytes, 0) == runtime.cudaError.success
-        if not self._locked:
+        self._runtime = torch.cuda.cudart() if runtime is None else runtime
+        status = self._runtime.cudaHostRegister(self.block.data_ptr(), nbytes, 0)
+        self.locked = bool(status == self._runtime.cudaError.success)
+        if not self.locked:
+            _forget_last_error(launch or _launch)
             logger.warning(
-                "%.1f GB of the policy's memory could not be page-locked; it moves more slowly", nbytes / 1e9
+                "%.1f GB of the policy's memory could not be page-locked (CUDA's error %d); it moves more slowly",
+                nbytes / 1e9,
+                int(status),
             )
 
     def close(self) -> None:
         """Unlock it. Safe to call twice."""
-        if self._locked:
-            torch.cuda.cudart().cudaHostUnregister(self.block.data_ptr())
-            self._locked = False
+        if self.locked:
+            self._runtime.cudaHostUnregister(self.block.data_ptr())
+            self.locked = False
+
+
+def _forget_last_error(launch: Callable[[], object]) -> None:
+    """Let no later call report an error of CUDA's that was handled.
+
+    CUDA keeps it until somebody asks for it, as torch does after each kernel, which then fails of what it had no part
+    in. torch offers no ``cudaGetLastError`` itself, so a kernel is run to that end. An error that stays comes again.
+    """
+    with contextlib.suppress(RuntimeError):
+        launch()
+
+
+def _launch() -> object:
+    return torch.ones(1, device="cuda")

@@ -1,6 +1,7 @@
 """A saved policy goes on exactly where it stopped: float32 masters, moments, schedule, generator; no pickle anywhere.
 
-    weights/                 a Hugging Face model folder in float32 (config, generation config, tokenizer, safetensors)
+    weights/                 a Hugging Face model folder in float32 (config, generation config, tokenizer, safetensors);
+                             persistent buffers in their own type
     optimizer.safetensors    ``<state>/<parameter>`` for every state tensor of AdamW
     state.json               format, schedule step, torch's generators of every rank, and what computed it
 
@@ -24,6 +25,7 @@ from torch import Tensor
 
 from gymloop.errors import ConfigError
 from gymloop.files import UnwritableError
+from gymloop.models.tensors import persistent_buffers
 from gymloop.policy.optimizer import MasterAdamW
 
 FORMAT = 2
@@ -48,7 +50,7 @@ def save(folder: Path, model: Any, optimizer: MasterAdamW, source: Path) -> None
 
     Args:
         folder: the caller makes it appear atomically.
-        model: for its configuration.
+        model: for its configuration and its persistent buffers.
         optimizer: holds the masters.
         source: model folder whose tokenizer files are copied, so that ``weights/`` can be used alone.
 
@@ -72,11 +74,11 @@ def _save(folder: Path, model: Any, optimizer: MasterAdamW, source: Path) -> Non
     for name in ("generation_config.json", *TOKENIZER_FILES):  # as they are: rewriting them could only lose something
         if (source / name).is_file():
             shutil.copyfile(source / name, weights / name)
-    save_file(
-        {name: master.detach().contiguous() for name, master in optimizer.masters.items()},
-        weights / "model.safetensors",
-        metadata={"format": "pt"},
-    )
+    masters = {name: master.detach().contiguous() for name, master in optimizer.masters.items()}
+    buffers = {
+        name: buffer.clone(memory_format=torch.contiguous_format) for name, buffer in persistent_buffers(model).items()
+    }  # two may share their memory
+    save_file(masters | buffers, weights / "model.safetensors", metadata={"format": "pt"})
     save_file(_moments(optimizer), folder / OPTIMIZER)
     state = {
         "format": FORMAT,
@@ -93,7 +95,7 @@ def made_with() -> dict[str, Any]:
     return {"torch": torch.__version__, "threads": torch.get_num_threads(), "device": device}
 
 
-def restore(folder: Path, optimizer: MasterAdamW) -> dict[str, Any]:
+def restore(folder: Path, model: Any, optimizer: MasterAdamW) -> dict[str, Any]:
     """Put a saved state into a loaded policy.
 
     Returns:
@@ -106,7 +108,12 @@ def restore(folder: Path, optimizer: MasterAdamW) -> dict[str, Any]:
     weights = _read_tensors(folder / WEIGHTS / "model.safetensors")
     moments = _read_tensors(folder / OPTIMIZER)
     shapes = {name: tuple(master.shape) for name, master in optimizer.masters.items()}
-    _check_same(folder / WEIGHTS / "model.safetensors", weights, shapes)
+    buffers = persistent_buffers(model)
+    _check_same(
+        folder / WEIGHTS / "model.safetensors",
+        weights,
+        shapes | {name: tuple(buffer.shape) for name, buffer in buffers.items()},
+    )
     by_parameter: dict[str, dict[str, Tensor]] = {}
     for key, tensor in moments.items():
         kind, _, name = key.partition("/")
@@ -125,6 +132,8 @@ def restore(folder: Path, optimizer: MasterAdamW) -> dict[str, Any]:
     with torch.no_grad():
         for name, master in optimizer.masters.items():
             master.copy_(weights[name])
+        for name, buffer in buffers.items():
+            buffer.copy_(weights[name])
     adamw_state = {
         index: {kind: tensor.clone() for kind, tensor in by_parameter[name].items()}
         for index, name in enumerate(optimizer.masters)
@@ -198,13 +207,9 @@ def _check_same(
 ) -> None:
     missing, extra = sorted(expected.keys() - found.keys()), sorted(found.keys() - expected.keys())
     if missing:
-        raise ConfigError(
-            f"{path} belongs to another model: it lacks {what}{missing[0]} ({len(missing)} such parameters)"
-        )
+        raise ConfigError(f"{path} belongs to another model: it lacks {what}{missing[0]} ({len(missing)} such tensors)")
     if extra:
-        raise ConfigError(
-            f"{path} belongs to another model: this one has no parameter {extra[0]} ({len(extra)} such parameters)"
-        )
+        raise ConfigError(f"{path} belongs to another model: this one has no {extra[0]} ({len(extra)} such tensors)")
     for name, shape in expected.items():
         if tuple(found[name].shape) != shape:
             raise ConfigError(

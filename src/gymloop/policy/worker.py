@@ -26,6 +26,7 @@ from gymloop.algorithms.step import split
 from gymloop.compat import settle_precision
 from gymloop.errors import DataError
 from gymloop.models.load import load_causal_lm
+from gymloop.models.tensors import checkpoint_tensors
 from gymloop.policy import state
 from gymloop.policy.forward import (
     Microbatch,
@@ -59,7 +60,7 @@ class PolicyWorker:
         self._packing = False
         self._progress = ("the weights", 0, 0)
         self._residence = Residence(spec.device)
-        self._sender = WeightSender(lambda: self._model.named_parameters(), spec.device)
+        self._sender = WeightSender(lambda: checkpoint_tensors(self._model), spec.device)
 
     def load_progress(self) -> tuple[str, int, int]:
         """What is being loaded, the bytes of it that are there, and their total (0 where it is not bytes).
@@ -205,9 +206,9 @@ class PolicyWorker:
         return self._all_logprobs(batch.sequences, defaultdict(float))
 
     def snapshot(self) -> WeightSnapshot:
-        """Copy the weights, in the compute precision, under the names of ``model.named_parameters()``."""
+        """Copy the weights, in the compute precision, under the names of ``models.tensors.checkpoint_tensors``."""
         self._loaded()
-        return take(self._model.named_parameters())
+        return take(checkpoint_tensors(self._model))
 
     def place(self) -> Place:
         """Where the weights are."""
@@ -242,7 +243,7 @@ class PolicyWorker:
         Raises:
             ConfigError: the folder is incomplete or belongs to another model; nothing was changed.
         """
-        then, now = state.restore(Path(folder), self._loaded()), state.made_with()
+        then, now = state.restore(Path(folder), self._model, self._loaded()), state.made_with()
         changed = [f"{key} {then.get(key)}, now {value}" for key, value in now.items() if then.get(key) != value]
         if not changed or not self.spec.deterministic:
             return None

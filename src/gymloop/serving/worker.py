@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 PAUSE_TIMEOUT_S = 120.0
+"""An engine whose running step takes longer is stuck."""
 NO_TEMPLATE = (
     "{{ raise_exception('this model has no chat template; give one (gymloop serve --chat-template FILE) "
     "or use /v1/completions') }}"
@@ -52,6 +53,7 @@ class EngineWorker:
         self._renderer: Renderer | None = None
         self._receiving: Receiving | None = None
         self._closed = False
+        self._stuck: str | None = None
         self._progress = ("the model's folder", 0, 0)
         self._end_token_ids: tuple[int, ...] = ()
         self._warned: set[str] = set()
@@ -208,12 +210,14 @@ class EngineWorker:
         """Return where the engine is well or not there yet.
 
         Raises:
-            InfraError: it died; the message has the cause.
+            InfraError: it died, or stood still when it was to take weights; the message has the cause.
         """
         with self._lock:
             engine = self._engine
         if engine is not None:
             engine.require_alive()
+        if self._stuck is not None:
+            raise InfraError(self._stuck)
 
     def traffic(self) -> Traffic:
         """The server's counters since it started."""
@@ -238,12 +242,21 @@ class EngineWorker:
                 arrive whole; where some of them have been replaced, every request is refused until a later sync.
         """
         engine, receiving = self._loaded(), self._received()
-        engine.pause(PAUSE_TIMEOUT_S)
+        self._pause(engine)
         try:
             receiving.take(offer, version, rank)
             self._serve_first_weights()
         finally:
             engine.resume()
+
+    def _pause(self, engine: ServedEngine) -> None:
+        """Between two tokens; an engine that does not get there is no use to anybody, until it does."""
+        try:
+            engine.pause(PAUSE_TIMEOUT_S)
+        except InfraError as error:
+            self._stuck = str(error)
+            raise
+        self._stuck = None
 
     def _serve_first_weights(self) -> None:
         """An engine that began with random weights is served from its first sync on."""

@@ -7,6 +7,7 @@ from typing import Protocol
 import torch
 
 from gymloop.errors import ConfigError
+from gymloop.models.tensors import checkpoint_tensors
 from gymloop.weights.layout import Entry
 
 
@@ -15,7 +16,7 @@ class Described(Protocol):
 
     @property
     def manifest(self) -> tuple[Entry, ...]:
-        """One entry per parameter."""
+        """One entry per tensor."""
 
     @property
     def nbytes(self) -> int:
@@ -23,38 +24,45 @@ class Described(Protocol):
 
 
 def check_fits(source: Described, model: torch.nn.Module) -> None:
-    """Check that these are exactly the model's parameters, each once and whole.
+    """Check that these are exactly the model's parameters and persistent buffers, each once and whole.
 
     Raises:
-        ConfigError: a parameter is missing, unknown, twice there, tied, of another shape or not of a floating type.
+        ConfigError: one is missing, unknown, twice there, tied, of another shape, or of a type that is not floating
+            where the model's is, or not the model's own where that is not floating.
     """
-    parameters = dict(model.named_parameters())
+    tensors = dict(checkpoint_tensors(model))
     seen: set[str] = set()
     every = dict(model.named_parameters(remove_duplicate=False))
     for entry in source.manifest:
-        parameter = parameters.get(entry.name)
-        if parameter is None:
+        tensor = tensors.get(entry.name)
+        if tensor is None:
             alias = every.get(entry.name)
-            first = next((name for name, other in parameters.items() if other is alias), None)
-            why = f"it is tied to {first!r} and must not be sent" if first else "the model has no such parameter"
+            first = next((name for name, other in tensors.items() if other is alias), None)
+            why = (
+                f"it is tied to {first!r} and must not be sent"
+                if first
+                else "the model has no such parameter or buffer"
+            )
             raise ConfigError(f"the weight snapshot holds {entry.name!r}, but {why}")
         if entry.name in seen:
             raise ConfigError(f"the weight snapshot holds {entry.name!r} twice")
         seen.add(entry.name)
-        if tuple(entry.shape) != tuple(parameter.shape):
+        if tuple(entry.shape) != tuple(tensor.shape):
             raise ConfigError(
                 f"the weight snapshot holds {entry.name!r} with shape {list(entry.shape)}; "
-                f"the model has {list(parameter.shape)}"
+                f"the model has {list(tensor.shape)}"
             )
         dtype = getattr(torch, entry.dtype, None)
-        if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-            raise ConfigError(f"the weight snapshot holds {entry.name!r} as {entry.dtype}; a floating type is needed")
-        if entry.nbytes != parameter.numel() * dtype.itemsize or entry.offset + entry.nbytes > source.nbytes:
+        floating = tensor.is_floating_point()
+        if not isinstance(dtype, torch.dtype) or not (dtype.is_floating_point if floating else dtype == tensor.dtype):
+            needed = "a floating type" if floating else str(tensor.dtype).removeprefix("torch.")
+            raise ConfigError(f"the weight snapshot holds {entry.name!r} as {entry.dtype}; {needed} is needed")
+        if entry.nbytes != tensor.numel() * dtype.itemsize or entry.offset + entry.nbytes > source.nbytes:
             raise ConfigError(
                 f"the weight snapshot holds {entry.nbytes} bytes of {entry.name!r} at offset {entry.offset} of "
-                f"{source.nbytes}; {parameter.numel() * dtype.itemsize} were expected within the buffer"
+                f"{source.nbytes}; {tensor.numel() * dtype.itemsize} were expected within the buffer"
             )
-    missing = [name for name in parameters if name not in seen]
+    missing = [name for name in tensors if name not in seen]
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise ConfigError(f"the weight snapshot lacks {missing[0]!r}{more}")

@@ -1,5 +1,5 @@
 """All parameters of a model lie one behind the other in one flat space of bytes; whatever carries weights moves
-ranges of it.
+ranges of it. Buffers that a checkpoint holds lie behind them, and count as parameters here: see ``models.tensors``.
 
 A bucket is a range, so a tensor larger than a bucket is split without being a special case. Every offset and every
 bucket border is a multiple of 64, so no element and no 8-byte word is ever cut.

@@ -50,7 +50,8 @@ class WeightSender:
     """Sends the parameters of one model, by whichever transport a request names.
 
     Args:
-        parameters: gives the model's parameters, (name, tensor), tied ones once; asked at every sync.
+        parameters: gives what the engines are to have, (name, tensor), tied ones once: ``models.tensors``'
+            ``checkpoint_tensors``; asked at every sync.
         device: where they are.
     """
 

@@ -3,7 +3,8 @@
 Nothing is sampled from half replaced weights: the scheduler stands still while they change, cached keys and values of
 the old weights are dropped and computed again, and after an update that failed half way every request is refused until
 another one is complete; where none can mend it, the engine is dead. Every call ends by its time or by the death of
-vLLM's processes.
+vLLM's processes, and an engine that did not answer in its time is dead: nobody knows what it will still do. Only a
+pause may come too late.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import dataclasses
+import functools
+import math
 import threading
 from collections.abc import Callable, Coroutine, Sequence
 from multiprocessing.reduction import ForkingPickler
@@ -23,7 +26,7 @@ from gymloop.errors import ConfigError, GymloopError, InfraError
 from gymloop.generation.vllm.event_loop import LoopThread
 from gymloop.generation.vllm.life import Life
 from gymloop.generation.vllm.support import Build
-from gymloop.weights.fit import check_fits
+from gymloop.weights.fit import Described, check_fits
 from gymloop.weights.offer import Offer, SyncAborted
 from gymloop.weights.receiver import WeightReceiver
 from gymloop.weights.shared import SharedSender
@@ -31,7 +34,15 @@ from gymloop.weights.source import WeightSource
 
 T = TypeVar("T")
 CALL_LIMIT_S = 600.0
-"""Of a call to vLLM's processes, a weight update among them."""
+"""Of a call to vLLM's processes that is no weight update."""
+STALLS = 3
+"""A transport gives up on itself first: it may stall where its parties meet, as they connect, and on the way."""
+SLOWEST_BYTES_PER_S = 1e8
+"""At which weights arrive and are loaded: that of a network of 1 Gbit/s."""
+LOCAL_STALL_S = 60.0
+"""Of weights that are in this host's memory already."""
+SETTLED_S = 5.0
+"""A call ends by then, once its engine is dead."""
 KV_CACHE = "kv_cache"
 """vLLM's tag of it; weights are woken before."""
 FORGETS_WEIGHTS = 2
@@ -87,22 +98,28 @@ class Control:
 
     def take_weights(self, offer: Offer, version: int, first_rank: int) -> None:
         """See ``VllmEngine.take_weights``."""
-        with self._load_lock:
-            self._life.require()
-            check_fits(offer, self._model_skeleton())
-            if not offer.carrier.light:
-                with offer.carrier.opened(offer, WeightReceiver("cpu"), first_rank) as source:
-                    copy = self._copy.copied(source, version, offer.stall_s)
-                offer = dataclasses.replace(copy, checksums=offer.checksums)
-            self._call(self._update(offer, version, first_rank), CALL_LIMIT_S, "weight update")
+        self._replace(offer, version, first_rank, functools.partial(self._light, offer, version, first_rank))
 
     def load_weights(self, source: WeightSource, version: int) -> None:
         """See ``VllmEngine.load_weights``."""
+        self._replace(source, version, 1, functools.partial(self._copy.copied, source, version, LOCAL_STALL_S))
+
+    def _replace(self, weights: Described, version: int, first_rank: int, offered: Callable[[], Offer]) -> None:
+        """One update, once it is known that the weights fit; ``offered`` makes of them what vLLM's processes take."""
         with self._load_lock:
             self._life.require()
-            check_fits(source, self._model_skeleton())
-            offer = self._copy.copied(source, version, CALL_LIMIT_S)
-            self._call(self._update(offer, version, 1), CALL_LIMIT_S, "weight update")
+            check_fits(weights, self._model_skeleton())
+            offer = offered()
+            limit = update_limit_s(offer)
+            self._call(self._update(offer, version, first_rank), limit, f"update to weight version {version}")
+
+    def _light(self, offer: Offer, version: int, first_rank: int) -> Offer:
+        """The same weights, in an offer that can be handed on."""
+        if offer.carrier.light:
+            return offer
+        with offer.carrier.opened(offer, WeightReceiver("cpu"), first_rank) as source:
+            copy = self._copy.copied(source, version, offer.stall_s)
+        return dataclasses.replace(copy, checksums=offer.checksums)
 
     def sleep(self, level: int) -> None:
         """See ``VllmEngine.sleep``."""
@@ -173,7 +190,7 @@ class Control:
             _UpdateFailed: the weights are the old ones, or the next update can mend them.
             InfraError: they are lost.
         """
-        outcomes = await self._llm.collective_rpc("gymloop_take_weights", timeout=CALL_LIMIT_S, args=arguments)
+        outcomes = await self._llm.collective_rpc("gymloop_take_weights", args=arguments)
         failures = [outcome for outcome in outcomes if outcome is not None]
         if not failures:
             return
@@ -193,11 +210,11 @@ class Control:
         what: str,
         undo: Callable[[], Coroutine[Any, Any, None]] | None = None,
     ) -> T:
-        """Run one call to vLLM's processes, ended by their death or after ``timeout`` seconds.
+        """Run one call to vLLM's processes, ended by their death.
 
         Args:
             work: the call.
-            timeout: seconds.
+            timeout: seconds, after which the engine is dead of it, unless the call can be undone.
             what: names it.
             undo: run behind a call that came to its end too late.
         """
@@ -205,12 +222,17 @@ class Control:
             work.close()
             self._life.require()
         call = self._loop.submit(self._life.unless_dead(work))
-        try:
-            return call.result(timeout)
-        except concurrent.futures.TimeoutError as error:
+        if not concurrent.futures.wait([call], timeout=timeout).done:
+            late = f"{what} took longer than {timeout:g} s"
             if undo is not None:
                 call.add_done_callback(lambda _: self._loop.submit(undo()))
-            raise InfraError(f"the engine's {what} took longer than {timeout:g} s") from error
+            else:
+                self._loop.soon(self._life.die, f"its {late}")
+                concurrent.futures.wait([call], timeout=SETTLED_S)  # so that whoever asks next is told of a death
+                self._life.require()
+            raise InfraError(f"the engine's {late}")
+        try:
+            return call.result(0)
         except GymloopError:
             raise
         except Exception as error:  # vLLM's
@@ -226,6 +248,11 @@ class Control:
             with torch.device("meta"):
                 self._skeleton = AutoModelForCausalLM.from_config(config)
         return self._skeleton
+
+
+def update_limit_s(offer: Offer) -> int:
+    """Seconds within which vLLM's processes have an offer's weights, or have said why not."""
+    return math.ceil(STALLS * offer.stall_s + offer.nbytes / SLOWEST_BYTES_PER_S)
 
 
 def _half_way(version: int) -> str:

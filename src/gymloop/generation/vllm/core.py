@@ -23,6 +23,7 @@ from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
+from gymloop.errors import InfraError
 from gymloop.generation.vllm import warm
 from gymloop.generation.vllm.environment import LOGGING, setting
 from gymloop.generation.vllm.shared_bytes import SharedBytes
@@ -33,6 +34,9 @@ _SILENT_WORKER = "WorkerProc initialization failed"
 _CONSEQUENCES = ("EngineDeadError", "See root cause", "See stack trace for root cause", "RuntimeError: cancelled")
 """Marks of errors that follow from another one."""
 _ERROR_LINE = re.compile(r"(?:\([^)]*\)\s*)?((?:[\w.]*\.)?[A-Z]\w*(?:Error|Exception|Exit): .+)")
+TURN_LIMIT_S = 600.0
+"""Within which an engine that starts in this process makes way for the next."""
+_turn = threading.Lock()
 
 
 class EngineCore:
@@ -54,19 +58,28 @@ class EngineCore:
 
         Args:
             environment: further variables for what is started.
+
+        Raises:
+            InfraError: another engine of this process has been starting for ``TURN_LIMIT_S``.
         """
-        resource_tracker.ensure_running()  # it serves all of this process and must outlive this engine
-        self._before = frozenset(process.pid for process in multiprocessing.active_children())
-        with tempfile.TemporaryDirectory(prefix="gymloop-vllm-") as folder:
+        with _turn_taken(), tempfile.TemporaryDirectory(prefix="gymloop-vllm-") as folder:
+            resource_tracker.ensure_running()  # it serves all of this process and must outlive this engine
+            self._before = frozenset(process.pid for process in multiprocessing.active_children())
             config = Path(folder) / "logging.json"
             config.write_text(json.dumps(_logging(self._errors.path)), encoding="utf-8")
             warm.begin(environment)
-            with self._reaper.marking(), setting({**environment, LOGGING: str(config)}), warm.forked():
-                yield
-        self._processes = self._children()
+            try:
+                with self._reaper.marking(), setting({**environment, LOGGING: str(config)}), warm.forked():
+                    yield
+            finally:
+                self._processes = self._children()
 
     def _children(self) -> list[BaseProcess]:
-        found = [process for process in multiprocessing.active_children() if process.pid not in self._before]
+        found = [
+            process
+            for process in multiprocessing.active_children()
+            if process.pid not in self._before and process.name != warm.INSPECTION
+        ]
         self._seen |= {process.pid: process for process in found}
         return found
 
@@ -110,9 +123,8 @@ class EngineCore:
     def close(self) -> None:
         """Kill what is left of the children. Safe to call twice."""
         self._closing.set()
-        for process in list(
-            self._seen.values()
-        ):  # forks of the server carry its mark, and what they start carries ours
+        # Forks of the server carry its mark and not ours, which what they start in turn does carry.
+        for process in list(self._seen.values()):
             if not wait([process.sentinel], timeout=0):
                 process.kill()
         self._reaper.close()
@@ -136,6 +148,19 @@ class EngineCore:
                 )
                 on_death(self.death)
                 return
+
+
+@contextmanager
+def _turn_taken() -> Iterator[None]:
+    """Environment and contexts belong to the whole process: of two starts at once, each would undo the other's."""
+    if not _turn.acquire(timeout=TURN_LIMIT_S):
+        raise InfraError(
+            f"another vLLM engine of this process is still starting after {TURN_LIMIT_S:g} s; one starts at a time"
+        )
+    try:
+        yield
+    finally:
+        _turn.release()
 
 
 def _children_of(pid: int) -> list[int]:

@@ -8,7 +8,8 @@ need not be. What it then has must be what a fresh load of the same weights woul
 * **reload**, everywhere else: vLLM's ``reload_weights`` restores each layer that it is given weights for and processes
   it again, which on a CPU packs a copy for its matrix product. An output head that is tied to the embedding is given
   none: it shares the embedding's new values and keeps its *old packed copy*, and answers with it, without a word. So
-  every embedding-like layer is processed once more after the reload.
+  every embedding-like layer is processed once more after the reload. Experts are processed as if nothing were packed,
+  likewise without a word, so they are made to begin anew.
 
 vLLM joins this class to its worker (``worker_extension_cls``); names begin with ``gymloop_`` to clash with none of its.
 """
@@ -88,6 +89,8 @@ class TakesWeights:
         vLLM keeps each tensor until its layer is complete, and a source's is valid until the next is asked for.
         """
         kept = ((name, tensor.clone()) for name, tensor in tensors)
+        if self.device.type == "cpu":
+            _let_experts_be_packed_again(model)
         with _told_what_was_loaded(model) as loaded, _quiet("vllm.model_executor.model_loader.reload.layerwise"):
             self.reload_weights(weights_iterator=kept)
         _process_embeddings_again(model)
@@ -152,6 +155,16 @@ def _quiet(name: str) -> Iterator[None]:
         yield
     finally:
         logger.setLevel(before)
+
+
+def _let_experts_be_packed_again(model: Any) -> None:
+    """Forget their kernels, which a reload then makes anew: the old ones read as packed what it would leave plain."""
+    from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+
+    for module in model.modules():
+        method = getattr(module, "quant_method", None)
+        if isinstance(method, UnquantizedFusedMoEMethod):
+            method.moe_kernel = None
 
 
 def _process_embeddings_again(model: Any) -> None:

@@ -52,9 +52,9 @@ class Life:
     def _why(self) -> str:
         if self.dead:
             return f"the engine is dead: {self._cause}"
-        return (
-            "the engine was closed" if self.closed else f"the engine has no weights to sample from: {self._weightless}"
-        )
+        if self.closed:
+            return "the engine was closed"
+        return f"the engine has no weights to sample from: {self._weightless}"
 
     def require(self) -> None:
         """Raise InfraError, with the cause, where it is over."""

@@ -1,9 +1,26 @@
-"""What vLLM's core imports before it does anything: loaded once, in the process that it is forked from."""
+"""What vLLM's core imports before it does anything: loaded once, in the process that it is forked from.
 
-import vllm.v1.engine.core
-from vllm.platforms import current_platform
+No error leaves this module. Python's fork server passes over an ImportError without a word, and any other ends it, so
+that whoever starts a process learns of a closed connection and not of the cause. A fork imports what is missing here
+itself, and fails where vLLM says why.
+"""
 
-import gymloop.generation.vllm.extension  # noqa: F401
+import logging
 
-if current_platform.is_cuda():
-    import vllm.v1.worker.gpu_worker  # noqa: F401
+
+def _load() -> None:
+    import vllm.v1.engine.core
+    from vllm.platforms import current_platform
+
+    import gymloop.generation.vllm.extension  # noqa: F401
+
+    if current_platform.is_cuda():
+        import vllm.v1.worker.gpu_worker  # noqa: F401
+
+
+try:
+    _load()
+except (Exception, SystemExit):  # the process must live; the traceback is told, and the forks meet the error again
+    logging.getLogger(__name__).warning(
+        "vLLM's modules could not be loaded ahead of its processes, which try it themselves", exc_info=True
+    )

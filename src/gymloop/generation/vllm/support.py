@@ -27,7 +27,7 @@ CALLS: dict[str, tuple[str, ...]] = {
     "pause_generation": ("mode", "clear_cache"),
     "resume_generation": (),
     "reset_prefix_cache": ("reset_running_requests",),
-    "collective_rpc": ("method", "timeout", "args"),
+    "collective_rpc": ("method", "args"),
     "sleep": ("level",),
     "wake_up": ("tags",),
     "shutdown": (),
