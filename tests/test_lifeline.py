@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from gymloop.lifeline import LOOK_S, MARK, reaped, tied
+from gymloop.lifeline import MARK, reaped, tied
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux can tie a process to its parent")
 
@@ -114,71 +114,43 @@ def test_within_a_marked_block_setproctitle_leaves_the_environment_alone_and_beh
     assert (os.environ["SPT_NOENV"], MARK in os.environ) == ("mine", False)
 
 
-WIPED = """
-import ctypes, os, subprocess, sys, time
-fields = open("/proc/self/stat").read().rpartition(")")[2].split()
-begin, end = int(fields[47]), int(fields[48])
-if sys.argv[1] == "child":
-    ctypes.memset(begin, 0, end - begin)
-    print(os.getpid(), b"GYMLOOP" in open("/proc/self/environ", "rb").read(), flush=True)
-else:
-    subprocess.Popen([sys.executable, __file__, "child"])
-time.sleep(60)
-"""
+ON_RAY = """
+import os, time
+from pathlib import Path
+import ray
+from gymloop.lifeline import MARK, reaped
 
-RUN_WIPED = """
-import subprocess, sys, time
-from gymloop.lifeline import tied, reaped
+def titles():
+    parents, found = {}, {}
+    for entry in Path("/proc").iterdir():
+        try:
+            parents[int(entry.name)] = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+        except (OSError, ValueError):
+            continue
+    for pid, parent in parents.items():
+        title = Path(f"/proc/{pid}/cmdline").read_bytes() if parents.get(parent) == os.getpid() else b""
+        if title.startswith(b"ray::"):
+            found[title.split(b"\\0")[0].decode()] = pid
+    return found
+
 with reaped():
-    middle = subprocess.Popen(tied([sys.executable, sys.argv[1], "parent"]))
-    time.sleep(60)
+    ray.init("local", num_cpus=1, include_dashboard=False, log_to_driver=False)
+    until = time.monotonic() + 90
+    while not {"ray::DashboardAgent", "ray::RuntimeEnvAgent"} <= titles().keys() and time.monotonic() < until:
+        time.sleep(0.1)
+    wanted = f"{MARK}={os.environ[MARK]}".encode()
+    for title, pid in titles().items():
+        print(title, wanted in Path(f"/proc/{pid}/environ").read_bytes().split(b"\\0"), flush=True)
+    ray.shutdown()
 """
 
 
-def test_a_process_that_wrote_its_title_over_its_environment_ends_with_the_run_although_its_parent_ended(tmp_path):
-    script = tmp_path / "wiped.py"
-    script.write_text(WIPED)
-    run = subprocess.Popen([sys.executable, "-c", RUN_WIPED, str(script)], stdout=subprocess.PIPE, text=True)
-    pid, marked = run.stdout.readline().split()
-    try:
-        assert marked == "False", "the environment of the process no longer shows the mark"
-        time.sleep(2 * LOOK_S)
-        run.kill()  # the kernel kills the middle one with it, so that nothing leads to the last one any more
-        run.communicate(timeout=30)
-        deadline = time.monotonic() + 10
-        while alive(int(pid)):
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
-    finally:
-        run.kill()
-        if alive(int(pid)):
-            os.kill(int(pid), signal.SIGKILL)
-
-
-def test_a_reaper_that_a_process_of_a_run_starts_is_not_of_that_run_and_ends_by_itself():
-    """The outer one would take it for a child without a mark, and kill it before it has cleaned up."""
-    script = """
-import os, subprocess, sys, time
-from gymloop.lifeline import MARK, Reaper, reaped
-if len(sys.argv) > 1:
-    inner = Reaper()
-    print(inner._process.pid, flush=True)
-    time.sleep(60)
-with reaped():
-    subprocess.Popen([sys.executable, "-c", os.environ["SCRIPT"], "inner"])
-    time.sleep(60)
-"""
-    run = subprocess.Popen(
-        [sys.executable, "-c", script], env={**os.environ, "SCRIPT": script}, stdout=subprocess.PIPE, text=True
+@pytest.mark.timeout(180)
+def test_rays_processes_carry_the_mark_also_those_that_have_given_themselves_a_title():
+    variables = {name: value for name, value in os.environ.items() if not name.startswith("RAY_ADDRESS")}
+    done = subprocess.run(
+        [sys.executable, "-c", ON_RAY], capture_output=True, text=True, timeout=150, check=False, env=variables
     )
-    pid = int(run.stdout.readline())
-    environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-    try:
-        assert b"GYMLOOP_RUN=" in environment
-    finally:
-        run.kill()
-        run.communicate(timeout=30)
-    deadline = time.monotonic() + 10
-    while alive(pid):
-        assert time.monotonic() < deadline, "it ends once the process that it waits for has"
-        time.sleep(0.02)
+    titles = [line.rsplit(maxsplit=1) for line in done.stdout.splitlines()]
+    assert {"ray::DashboardAgent", "ray::RuntimeEnvAgent"} <= {title for title, _ in titles}, done.stderr
+    assert [title for title, marked in titles if marked == "False"] == []

@@ -27,7 +27,7 @@ class Gpu:
 
 
 def is_there() -> bool:
-    """Whether this process may use a GPU; torch asks the driver alone where it can."""
+    """Whether this process may use a GPU, for all that its driver says: whether CUDA runs there is another question."""
     import torch
 
     return torch.cuda.device_count() > 0
@@ -36,8 +36,8 @@ def is_there() -> bool:
 def gpu_of(device: str) -> Gpu:
     """The GPU behind a name of torch's, ``cuda`` or ``cuda:1``.
 
-    NVML is asked; torch is where NVML is not installed or cannot tell (ROCm, some virtual GPUs), or where it may count
-    GPUs of different kinds in another order than CUDA does.
+    NVML is asked; torch is where NVML is not installed or cannot tell (ROCm, some virtual GPUs), or where a number may
+    mean something else to it than to CUDA: among GPUs of different kinds, or of one that is cut in slices.
     """
     index = int(device.partition(":")[2] or 0)
     return _by_nvml(named(index, os.environ.get("CUDA_VISIBLE_DEVICES"))) or _by_torch(index)
@@ -71,6 +71,8 @@ def _by_nvml(name: str) -> Gpu | None:
                 if _order_is_open(pynvml):
                     return None
                 handle = pynvml.nvmlDeviceGetHandleByIndex(int(name))
+                if _is_sliced(pynvml, handle):
+                    return None
             else:
                 handle = pynvml.nvmlDeviceGetHandleByUUID(name)
             memory = pynvml.nvmlDeviceGetMemoryInfo(handle, version=pynvml.nvmlMemory_v2)
@@ -80,6 +82,14 @@ def _by_nvml(name: str) -> Gpu | None:
             pynvml.nvmlShutdown()
     except pynvml.NVMLError:
         return None
+
+
+def _is_sliced(pynvml: Any, handle: Any) -> bool:
+    """By its number CUDA means the first slice of a GPU in MIG mode, and NVML the whole of it."""
+    try:
+        return bool(pynvml.nvmlDeviceGetMigMode(handle)[0] == pynvml.NVML_DEVICE_MIG_ENABLE)
+    except pynvml.NVMLError:  # it has no such mode
+        return False
 
 
 def _order_is_open(pynvml: Any) -> bool:

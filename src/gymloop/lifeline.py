@@ -7,8 +7,6 @@ work without it, both on Linux:
   for one process: whoever starts a tied process must do so from a thread that lives as long as the process should.
 * ``reaped``: a small process of its own waits for the end of this one, then kills whatever carries the mark that this
   one put into the environment of everything it started. That reaches processes which others start for us, as Ray does.
-  A program that gives itself a title may write it over its environment (Redis and PostgreSQL do), so the small
-  process keeps an eye on what is there: a child without a mark belongs to the run that its parent is of.
 
     python -m gymloop.lifeline PARENT COMMAND...      tie this process to PARENT, then become COMMAND
     python lifeline.py --reap MARK                    wait for the end of standard input, then kill what is marked
@@ -19,22 +17,19 @@ This file is also run by its path, without site-packages: it imports the standar
 from __future__ import annotations
 
 import os
-import select
 import signal
 import subprocess
 import sys
 import time
 import uuid
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 
 MARK = "GYMLOOP_RUN"
 """Environment variable that names the run a process belongs to."""
 KEEP_ENVIRONMENT = {"SPT_NOENV": "1"}
-"""Has setproctitle, which Ray and vLLM use, write no title over the environment."""
+"""Has setproctitle, with which Ray and vLLM name their processes, write no title over the mark."""
 REAP_S = 10.0
-LOOK_S = 2.0
-"""Between two looks at what a run has started."""
 _PR_SET_PDEATHSIG = 1
 
 
@@ -75,10 +70,9 @@ class Reaper:
             return
         self.mark = uuid.uuid4().hex
         command = [sys.executable, "-S", "-E", __file__, "--reap", self.mark]
-        # Of no run, also not of the one around it, and in a session of its own: Ctrl-C is not for what cleans up.
-        self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, start_new_session=True, env={**os.environ, MARK: ""}
-        )
+        # Without a mark of its own, and in a session of its own, so that Ctrl-C reaches the run and not what cleans up.
+        unmarked = {name: value for name, value in os.environ.items() if name != MARK}
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True, env=unmarked)
 
     @contextmanager
     def marking(self) -> Iterator[None]:
@@ -87,16 +81,14 @@ class Reaper:
             yield
             return
         new = {**KEEP_ENVIRONMENT, MARK: self.mark}
-        before = {name: os.environ.get(name) for name in new}
+        before = {name: os.environ[name] for name in new if name in os.environ}
         os.environ.update(new)
         try:
             yield
         finally:
-            for name, value in before.items():
-                if value is None:
-                    del os.environ[name]
-                else:
-                    os.environ[name] = value
+            for name in new:
+                del os.environ[name]
+            os.environ.update(before)
 
     def close(self) -> None:
         """Kill what is left of the marked processes. Safe to call twice."""
@@ -119,62 +111,38 @@ def reaped() -> Iterator[None]:
         reaper.close()
 
 
-class _Marked:
-    """The processes that carry a mark, and their children that carry none."""
-
-    def __init__(self, mark: str) -> None:
-        self._mark = mark.encode()
-        self._alive: dict[int, int] = {}
-
-    def look(self) -> bool:
-        """Find those that are new and forget those that have ended; returns whether one is alive."""
-        for pid, pinned in list(self._alive.items()):
-            if select.select([pinned], [], [], 0)[0]:
-                os.close(self._alive.pop(pid))
-        for pid in sorted(int(name) for name in os.listdir("/proc") if name.isdigit()):
-            if pid in self._alive:
-                continue
-            try:
-                pinned = os.pidfd_open(pid)  # before anything is read, so that the pid cannot pass to another
-            except OSError:
-                continue
-            try:
-                found = self._is_of_the_run(pid)
-            except OSError:  # another user's, or it has just ended
-                found = False
-            if found and not select.select([pinned], [], [], 0)[0]:
-                self._alive[pid] = pinned
-            else:
-                os.close(pinned)
-        return bool(self._alive)
-
-    def kill(self) -> None:
-        for pinned in self._alive.values():
-            with suppress(ProcessLookupError):
-                signal.pidfd_send_signal(pinned, signal.SIGKILL)
-
-    def _is_of_the_run(self, pid: int) -> bool:
-        with open(f"/proc/{pid}/environ", "rb") as file:
-            variables = file.read().split(b"\0")
-        name = f"{MARK}=".encode()
-        marks = [variable[len(name) :] for variable in variables if variable.startswith(name)]
-        if marks:
-            return self._mark in marks
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            parent = int(file.read().rpartition(b")")[2].split()[1])
-        return parent in self._alive
-
-
 def _reap(mark: str) -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    marked = _Marked(mark)
-    while not select.select([sys.stdin], [], [], LOOK_S)[0]:  # bounded: by the life of who holds the other end
-        marked.look()
+    sys.stdin.read()  # bounded: by the life of the process that holds the other end
     until = time.monotonic() + REAP_S
-    while marked.look() and time.monotonic() < until:
-        marked.kill()
+    wanted = f"{MARK}={mark}".encode()
+    while _kill_marked(wanted) and time.monotonic() < until:
         time.sleep(0.05)
+
+
+def _kill_marked(wanted: bytes) -> bool:
+    """Kill every process that carries the mark; returns whether there was one."""
+    found = False
+    for name in os.listdir("/proc"):
+        if not name.isdigit():
+            continue
+        try:
+            process = os.pidfd_open(int(name))
+        except OSError:
+            continue
+        try:
+            # Read after the process was pinned, so that its pid cannot have passed to another.
+            with open(f"/proc/{name}/environ", "rb") as file:
+                marked = wanted in file.read().split(b"\0")
+            if marked:
+                signal.pidfd_send_signal(process, signal.SIGKILL)
+                found = True
+        except OSError:  # another user's, or it has just ended
+            pass
+        finally:
+            os.close(process)
+    return found
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 
 from gymloop.errors import ConfigError, InfraError
 from gymloop.generation.engine import Engine, Sampling
+from gymloop.generation.vllm import control
 from gymloop.generation.vllm_engine import VllmEngine
 from gymloop.weights.shared import SharedSender
 
@@ -169,7 +170,7 @@ async def test_close_in_flight_raises_infra_error_by_name(subject_of: Callable[[
 
 
 async def test_an_engine_core_that_is_killed_in_an_update_is_named_in_seconds_by_requests_syncs_and_checks(
-    subject_of: Callable[[str], Subject],
+    subject_of: Callable[[str], Subject], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     subject = subject_of("llama-tied")
     engine: Any = subject.shared()
@@ -179,8 +180,17 @@ async def test_an_engine_core_that_is_killed_in_an_update_is_named_in_seconds_by
     await kit.soon(gate.open.wait())
     await asyncio.to_thread(engine.pause, kit.LIMIT_S)  # so that no request can end meanwhile
     os.kill(engine.pids[0], signal.SIGSTOP)  # and no update
-    update = asyncio.create_task(asyncio.to_thread(engine.load_weights, kit.current(subject), 1))
-    await asyncio.sleep(0.5)
+    weights = kit.current(subject)
+    asked = asyncio.Event()
+    loop, call = asyncio.get_running_loop(), engine._llm.collective_rpc
+
+    def noted(*args: Any, **named: Any) -> Any:
+        loop.call_soon_threadsafe(asked.set)
+        return call(*args, **named)
+
+    monkeypatch.setattr(engine._llm, "collective_rpc", noted)
+    update = asyncio.create_task(asyncio.to_thread(engine.load_weights, weights, 1))
+    await kit.soon(asked.wait())
     began = time.monotonic()
     os.kill(engine.pids[0], signal.SIGKILL)
     with pytest.raises(InfraError, match="SIGKILL"):
@@ -200,7 +210,7 @@ async def test_an_engine_core_that_is_killed_in_an_update_is_named_in_seconds_by
 
 
 async def test_a_weight_update_that_vllm_does_not_answer_ends_the_engine_after_a_few_stalls(
-    subject_of: Callable[[str], Subject],
+    subject_of: Callable[[str], Subject], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Requests in flight, the update and whatever comes later are told of the same cause, and close kills it."""
     subject = subject_of("llama-tied")
@@ -210,6 +220,7 @@ async def test_a_weight_update_that_vllm_does_not_answer_ends_the_engine_after_a
     waiting = asyncio.create_task(engine.generate([1], Sampling(90, temperature=0), "waits", gate))
     await kit.soon(gate.open.wait())
     await asyncio.to_thread(engine.pause, kit.LIMIT_S)
+    monkeypatch.setattr(control, "LOCAL_STALL_S", 0.5)
     with closing(SharedSender()) as sender:
         offer = sender.copied(kit.current(subject), 1, stall_s=0.5)
         os.kill(pids[0], signal.SIGSTOP)

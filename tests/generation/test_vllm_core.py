@@ -9,24 +9,27 @@ import multiprocessing.context, os, sys, threading, time
 from gymloop.errors import InfraError
 from gymloop.generation.vllm import core
 
-def start(name, seconds):
+def start(name, until):
     engine = core.EngineCore()
     try:
         with engine.starting({f"ONLY_{name}": "1"}):
             told.append(f"{name} begins among {[one for one in os.environ if one.startswith('ONLY_')]}")
             begun.set()
-            time.sleep(seconds)
+            until()
             told.append(f"{name} ends")
     except InfraError as error:
         told.append(f"{name}: {error}")
+        refused.set()
     finally:
         engine.close()
 
 if __name__ == "__main__":
     core.TURN_LIMIT_S = float(sys.argv[1])
     contexts = vars(multiprocessing.context)["_concrete_contexts"]
-    environment, spawn, told, begun = dict(os.environ), contexts["spawn"], [], threading.Event()
-    threads = [threading.Thread(target=start, args=("A", 1.0)), threading.Thread(target=start, args=("B", 2.0))]
+    environment, spawn, told = dict(os.environ), contexts["spawn"], []
+    begun, refused = threading.Event(), threading.Event()
+    first = {"waits": lambda: time.sleep(1.0), "is refused": lambda: refused.wait(60)}[sys.argv[2]]
+    threads = [threading.Thread(target=start, args=("A", first)), threading.Thread(target=start, args=("B", int))]
     for thread in threads:
         thread.start()
         begun.wait(60)
@@ -37,24 +40,24 @@ if __name__ == "__main__":
 """
 
 
-def started(tmp_path, turn_limit_s):
+def started(tmp_path, turn_limit_s, second):
     """What two engines say that start at once, the variables they leave changed, and whether ``spawn`` is as it was."""
     script = tmp_path / "starts.py"
     script.write_text(STARTS)
-    command = [sys.executable, str(script), str(turn_limit_s)]
+    command = [sys.executable, str(script), str(turn_limit_s), second]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=True)
     return ast.literal_eval(done.stdout.splitlines()[-1].replace("set()", "()"))
 
 
 def test_engines_that_start_at_once_take_turns_and_leave_the_process_as_it_was(tmp_path):
-    told, left, spawn_is_back = started(tmp_path, 60)
+    told, left, spawn_is_back = started(tmp_path, 60, "waits")
     assert told == ["A begins among ['ONLY_A']", "A ends", "B begins among ['ONLY_B']", "B ends"]
     assert not left
     assert spawn_is_back
 
 
 def test_an_engine_whose_turn_does_not_come_says_what_it_waited_for(tmp_path):
-    told, left, _ = started(tmp_path, 0.2)
+    told, left, _ = started(tmp_path, 0.2, "is refused")
     assert told == [
         "A begins among ['ONLY_A']",
         "B: another vLLM engine of this process is still starting after 0.2 s; one starts at a time",

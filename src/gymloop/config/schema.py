@@ -292,7 +292,8 @@ class VllmCfg(Section):
     enforce_eager: bool | None = None
     """True compiles nothing and starts sooner; null compiles on a GPU and not on a CPU."""
     load_format: Literal["auto", "safetensors", "dummy"] | None = "auto"
-    """``dummy`` reads no weights, and serves nothing before the first weight sync; null means ``auto``."""
+    """``dummy`` reads no weights, and serves nothing before the first weight sync, which brings all that a checkpoint
+    holds; what vLLM keeps beside that, such as a vision model's input norm, stays random. Null means ``auto``."""
     kv_cache_dtype: str = "auto"
     """As vLLM names it; ``auto`` is the engine's precision."""
     enable_prefix_caching: bool = True
@@ -320,7 +321,8 @@ class Refit(Section):
     checksum: Literal["first", "always", "never"] = "first"
     """When every parameter that arrives is compared, by a checksum, with the policy's."""
     stall_timeout_s: PositiveFloat = 60.0
-    """A broadcast in which nothing moves for this long is given up, seconds."""
+    """A broadcast in which nothing moves for this long is given up, seconds. A vLLM that does not answer an update for
+    three times as long, at least three minutes, and a second for every 100 MB is taken for dead."""
 
 
 class Generation(Section):

@@ -6,6 +6,7 @@ VllmEngine              the public face: starts vLLM, and takes requests to it
   ├ vllm/control        what is not a request: stand still, take weights, sleep
   ├ vllm/life           dead of what, or closed; whatever waits ends with it
   ├ vllm/core           vLLM's processes: tied to this one, watched, the cause of their death
+  ├ vllm/warm           what they are forked from: vLLM, imported while this process imports it
   ├ vllm/extension      runs inside vLLM's workers: weights in place
   └ vllm/support        which builds will do
 """

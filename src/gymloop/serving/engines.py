@@ -36,11 +36,12 @@ class ServedEngine(Engine, Protocol):
         """Take it back; see ``EngineWorker.wake_up``."""
 
 
-def settled_device(device: str) -> str:
-    """The device that ``auto`` means in this process."""
-    if device != "auto":
-        return device
-    return "cuda" if gpu.is_there() else "cpu"
+def settled_device(spec: EngineSpec) -> str:
+    """The device that ``auto`` means in this process, which computes on it itself unless the engine is vLLM."""
+    if spec.device != "auto":
+        return spec.device
+    usable = torch.cuda.is_available() if spec.vllm is None else gpu.is_there()
+    return "cuda" if usable else "cpu"
 
 
 def load_engine(

@@ -40,7 +40,7 @@ STALLS = 3
 SLOWEST_BYTES_PER_S = 1e8
 """At which weights arrive and are loaded: that of a network of 1 Gbit/s."""
 LOCAL_STALL_S = 60.0
-"""Of weights that are in this host's memory already."""
+"""Of weights that are in this host's memory already; no recipe may call a healthy engine stuck sooner."""
 SETTLED_S = 5.0
 """A call ends by then, once its engine is dead."""
 KV_CACHE = "kv_cache"
@@ -252,7 +252,7 @@ class Control:
 
 def update_limit_s(offer: Offer) -> int:
     """Seconds within which vLLM's processes have an offer's weights, or have said why not."""
-    return math.ceil(STALLS * offer.stall_s + offer.nbytes / SLOWEST_BYTES_PER_S)
+    return math.ceil(STALLS * max(offer.stall_s, LOCAL_STALL_S) + offer.nbytes / SLOWEST_BYTES_PER_S)
 
 
 def _half_way(version: int) -> str:

@@ -34,8 +34,8 @@ _SILENT_WORKER = "WorkerProc initialization failed"
 _CONSEQUENCES = ("EngineDeadError", "See root cause", "See stack trace for root cause", "RuntimeError: cancelled")
 """Marks of errors that follow from another one."""
 _ERROR_LINE = re.compile(r"(?:\([^)]*\)\s*)?((?:[\w.]*\.)?[A-Z]\w*(?:Error|Exception|Exit): .+)")
-TURN_LIMIT_S = 600.0
-"""Within which an engine that starts in this process makes way for the next."""
+TURN_LIMIT_S = 3600.0
+"""Within which an engine that starts in this process makes way for the next: as long as a start may take."""
 _turn = threading.Lock()
 
 
@@ -75,18 +75,16 @@ class EngineCore:
                 self._processes = self._children()
 
     def _children(self) -> list[BaseProcess]:
-        found = [
-            process
-            for process in multiprocessing.active_children()
-            if process.pid not in self._before and process.name != warm.INSPECTION
-        ]
+        found = [process for process in multiprocessing.active_children() if process.pid not in self._before]
         self._seen |= {process.pid: process for process in found}
-        return found
+        return [process for process in found if process.name != warm.INSPECTION]
 
     def killed(self) -> str | None:
         """Which child a signal ended while it started, a clause; None for none."""
         for process in list(self._seen.values()):  # the thread that waits for the start adds to it
-            if wait([process.sentinel], timeout=0) and (code := _exit_code(process)) is not None and code < 0:
+            if process.name == warm.INSPECTION or not wait([process.sentinel], timeout=0):
+                continue
+            if (code := _exit_code(process)) is not None and code < 0:
                 return f"vLLM's process {process.name} (pid {process.pid}) {_ending(code)}"
         return None
 
