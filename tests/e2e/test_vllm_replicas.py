@@ -92,24 +92,16 @@ def stopped_while_it_generates(home, process, pid):
     time.sleep(IN_FLIGHT_S)
 
 
-def test_a13_a_replica_whose_vllm_is_killed_is_named_and_its_rollouts_are_repeated_on_the_other(home):
+@pytest.mark.parametrize(
+    ("dies", "cause"), [(1, KILLED), pytest.param(0, DIED, marks=pytest.mark.slow)], ids=["vllm", "the_actor_with_vllm"]
+)
+def test_a13_a_replica_whose_process_is_killed_is_named_and_its_rollouts_are_repeated_on_the_other(home, dies, cause):
     process = home.start(*GO_ON)
     said(home, process, "weights: done")
     victim = replica(home, VICTIM)
     stopped_while_it_generates(home, process, victim[1])
-    os.kill(victim[1], signal.SIGKILL)
-    goes_on_without_it(home, process, victim, KILLED)
-    assert {one["attempt"] for one in rollouts(home, 1)} > {0}, "what was under way there was tried once more"
-
-
-@pytest.mark.slow
-def test_a_replica_whose_own_process_is_killed_takes_its_vllm_with_it(home):
-    process = home.start(*GO_ON)
-    said(home, process, "weights: done")
-    victim = replica(home, VICTIM)
-    stopped_while_it_generates(home, process, victim[1])
-    os.kill(victim[0], signal.SIGKILL)
-    goes_on_without_it(home, process, victim, DIED)
+    os.kill(victim[dies], signal.SIGKILL)
+    goes_on_without_it(home, process, victim, cause)
     assert {one["attempt"] for one in rollouts(home, 1)} > {0}, "what was under way there was tried once more"
 
 
