@@ -36,12 +36,11 @@ class ServedEngine(Engine, Protocol):
         """Take it back; see ``EngineWorker.wake_up``."""
 
 
-def settled_device(spec: EngineSpec) -> str:
+def settled_device(device: str, on_vllm: bool) -> str:
     """The device that ``auto`` means in this process, which computes on it itself unless the engine is vLLM."""
-    if spec.device != "auto":
-        return spec.device
-    usable = torch.cuda.is_available() if spec.vllm is None else gpu.is_there()
-    return "cuda" if usable else "cpu"
+    if device != "auto":
+        return device
+    return "cuda" if (gpu.is_there() if on_vllm else torch.cuda.is_available()) else "cpu"
 
 
 def load_engine(

@@ -114,7 +114,7 @@ class EngineWorker:
         self._at("torch and transformers")
         from gymloop.serving.engines import load_engine, settled_device
 
-        device = settled_device(spec)
+        device = settled_device(spec.device, spec.vllm is not None)
         chats = spec.template_required or spec.chat_template is not None or has_chat_template(tokenizer_folder)
         tokenizer: list[tuple[Renderer, tuple[str, ...]]] = []
 
