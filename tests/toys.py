@@ -26,6 +26,14 @@ FOR_VLLM = {"head_dim": 32, "tie_word_embeddings": True}
 S_VOCAB_SIZE = BASE + 256 + 2 + 94
 
 
+def small_vllm(**more: Any) -> dict[str, Any]:
+    """Arguments of a small vLLM, of which two share a GPU where there is one."""
+    import torch
+
+    on_gpu = {"enable_sleep_mode": True, "gpu_memory_utilization": 0.1} if torch.cuda.is_available() else {}
+    return {"enforce_eager": True, "kv_cache_memory_bytes": 32 << 20, **on_gpu, **more}
+
+
 @dataclass(frozen=True)
 class Family:
     """Control tokens by id, the tokenizer's own end token, the end tokens of the generation config, the template."""

@@ -6,6 +6,7 @@ computes nothing itself, as one whose engine is vLLM, has no use for it.
 
 from __future__ import annotations
 
+import functools
 import os
 from dataclasses import dataclass
 from typing import Any
@@ -33,11 +34,12 @@ def is_there() -> bool:
     return torch.cuda.device_count() > 0
 
 
+@functools.cache
 def gpu_of(device: str) -> Gpu:
     """The GPU behind a name of torch's, ``cuda`` or ``cuda:1``.
 
     NVML is asked; torch is where NVML is not installed or cannot tell (ROCm, some virtual GPUs), or where a number may
-    mean something else to it than to CUDA: among GPUs of different kinds, or of one that is cut in slices.
+    mean something else to it than to CUDA: among GPUs of different kinds, or of one that is cut in slices. Asked once.
     """
     index = int(device.partition(":")[2] or 0)
     return _by_nvml(named(index, os.environ.get("CUDA_VISIBLE_DEVICES"))) or _by_torch(index)

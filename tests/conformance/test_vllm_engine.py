@@ -21,6 +21,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 
+import toys
 from gymloop.errors import ConfigError, InfraError
 from gymloop.generation.engine import Engine, Sampling
 from gymloop.generation.vllm import control
@@ -58,12 +59,11 @@ CORE = {
 """What runs on every family; the whole kit runs on the first."""
 LAST = "close_in_flight_raises_infra_error_by_name"
 """It takes the engine of its family with it."""
-ON_GPU: dict[str, Any] = {"enable_sleep_mode": True, "gpu_memory_utilization": 0.1} if torch.cuda.is_available() else {}
 """Room for two engines at once, and what sleeping needs."""
 MAKE = partial(
     VllmEngine,
     dtype="float32",
-    arguments={"enforce_eager": True, "kv_cache_memory_bytes": 32 << 20, **ON_GPU},
+    arguments=toys.small_vllm(),
     environment={"OMP_NUM_THREADS": "1"},
 )
 

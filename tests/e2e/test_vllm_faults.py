@@ -18,11 +18,11 @@ from pathlib import Path
 import pytest
 import yaml
 
-import toys
 from calculator_server import write_rows
-from homes import ON_VLLM, Home, gone
+from homes import ON_VLLM, gone
 
 from ..gym.nemo.stand_in import OWN_ROW, make, make_own_agent
+from . import watched
 from .watched import (
     ENDED_WITHIN_S,
     NAMED_WITHIN_S,
@@ -38,6 +38,8 @@ from .watched import (
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
+model, home = watched.model, watched.home
+
 VLLM = (
     *ON_VLLM,
     "sft_warmup.steps=0",
@@ -46,18 +48,6 @@ VLLM = (
     "grpo.max_num_epochs=1000",
 )
 MANY_ROLLOUTS = ("grpo.num_prompts_per_step=200", "grpo.num_generations_per_prompt=8", "data.train.num_tasks=400")
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return toys.build_toy(tmp_path_factory.mktemp("model"), "q", **toys.FOR_VLLM)
-
-
-@pytest.fixture
-def home(tmp_path, model):
-    made = Home(tmp_path, model)
-    yield made
-    made.kill_all()
 
 
 KILLED = r"(the engine is dead|did not start on .*): vLLM's process EngineCore \(pid \d+\) was killed by SIGKILL"

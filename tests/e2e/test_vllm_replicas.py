@@ -13,14 +13,16 @@ import time
 
 import pytest
 
-import toys
 from gymloop.generation.vllm.control import LOCAL_STALL_S, STALLS
 from gymloop.serving.worker import PAUSE_TIMEOUT_S
-from homes import ON_VLLM, Home, gone
+from homes import ON_VLLM, gone
 
+from . import watched
 from .watched import NAMED_WITHIN_S, SAID_WITHIN_S, actor, core, ends_by_name, said, worker
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
+
+model, home = watched.model, watched.home
 
 TWO = (
     *ON_VLLM,
@@ -40,18 +42,6 @@ IN_FLIGHT_S = 5.0
 VICTIM = "engine-1"
 KILLED = rf"{VICTIM}: the engine is dead: vLLM's process EngineCore \(pid \d+\) was killed by SIGKILL"
 DIED = rf"{VICTIM} died during "
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return toys.build_toy(tmp_path_factory.mktemp("model"), "q", **toys.FOR_VLLM)
-
-
-@pytest.fixture
-def home(tmp_path, model):
-    made = Home(tmp_path, model)
-    yield made
-    made.kill_all()
 
 
 def replica(home, name):

@@ -1,4 +1,4 @@
-"""A run on vLLM seen from outside: what its log says, the pids of its engines' processes, and how it ends."""
+"""A run on vLLM seen from outside: its folder, what its log says, the pids of its engines' processes, how it ends."""
 
 from __future__ import annotations
 
@@ -8,12 +8,27 @@ import re
 import time
 from pathlib import Path
 
-from homes import gone
+import pytest
+
+import toys
+from homes import Home, gone
 
 SAID_WITHIN_S = 500.0
 NAMED_WITHIN_S = 15.0
 ENDED_WITHIN_S = 60.0
 """The name is said at once; what is torn down then takes its time on a busy machine."""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return toys.build_toy(tmp_path_factory.mktemp("model"), "q", **toys.FOR_VLLM)
+
+
+@pytest.fixture
+def home(tmp_path, model):
+    made = Home(tmp_path, model)
+    yield made
+    made.kill_all()
 
 
 def log_of(home, name):

@@ -22,7 +22,7 @@ from gymloop.weights.offer import SyncRequest
 from gymloop.weights.receiver import WeightReceiver
 from gymloop.weights.sender import WeightSender
 from gymloop.weights.snapshot import WeightSnapshot, take
-from toys import build_toy
+from toys import build_toy, small_vllm
 
 GEMMA: dict[str, Any] = {
     "config": "Gemma4TextConfig",
@@ -148,14 +148,13 @@ def begun_without_weights(
 ) -> Iterator[tuple[Path, Any]]:
     from gymloop.generation.vllm_engine import VllmEngine
 
-    on_gpu = {"gpu_memory_utilization": 0.1} if torch.cuda.is_available() else {}
     folder = build_toy(tmp_path_factory.mktemp("dummy"), "q", **request.param)
     engine = VllmEngine(
         folder,
         dtype="float32",
         max_batch_size=2,
         max_model_len=128,
-        arguments={"enforce_eager": True, "kv_cache_memory_bytes": 32 << 20, "load_format": "dummy", **on_gpu},
+        arguments=small_vllm(load_format="dummy"),
         environment={"OMP_NUM_THREADS": "1"},
     )
     yield folder, engine

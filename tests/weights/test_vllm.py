@@ -26,7 +26,6 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
 PROMPT = [20, 21, 22, 23]
 GREEDY = Sampling(8, temperature=0)
-ON_GPU: dict[str, Any] = {"enable_sleep_mode": True, "gpu_memory_utilization": 0.1} if torch.cuda.is_available() else {}
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +40,7 @@ def engine(folder: Path) -> Iterator[VllmEngine]:
         dtype="float32",
         max_batch_size=4,
         max_model_len=128,
-        arguments={"enforce_eager": True, "kv_cache_memory_bytes": 32 << 20, **ON_GPU},
+        arguments=toys.small_vllm(),
         environment={"OMP_NUM_THREADS": "1"},
     )
     yield engine
@@ -181,7 +180,7 @@ def test_nothing_is_sampled_after_a_policy_died_half_way(
         engine.take_weights(policy.offer("broadcast", 2, stall_s=3.0), 2)
     with pytest.raises(InfraError, match=r"the update to weight version 2 failed half way: .*bucket"):
         sampled(engine)
-    if not ON_GPU:
+    if not torch.cuda.is_available():
         with pytest.raises(InfraError, match=r"the engine is dead"):
             engine.require_alive()
         return

@@ -16,12 +16,8 @@ if TYPE_CHECKING:
 
 def persistent_buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Buffers that ``model.state_dict()`` holds, by name, in the model's order; one under two names is there twice."""
-    found: dict[str, torch.Tensor] = {}
-    for prefix, module in model.named_modules(remove_duplicate=False):
-        for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
-            if name not in module._non_persistent_buffers_set:  # torch has no public way to ask
-                found[f"{prefix}.{name}" if prefix else name] = buffer
-    return found
+    buffers = dict(model.named_buffers(remove_duplicate=False))
+    return {name: buffers[name] for name in model.state_dict() if name in buffers}
 
 
 def checkpoint_tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

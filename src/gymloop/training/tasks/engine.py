@@ -122,7 +122,6 @@ def _engine_settings(generation: Generation, syncs: bool) -> tuple[VllmSettings 
         gpu_memory_utilization=cfg.gpu_memory_utilization,
         kv_cache_memory_bytes=cfg.kv_cache_memory_bytes,
         enforce_eager=cfg.enforce_eager,
-        # Not dummy, though a sync brings all that a checkpoint holds: what else vLLM keeps beside it would stay random.
         load_format=cfg.load_format or "auto",
         kv_cache_dtype=cfg.kv_cache_dtype,
         enable_prefix_caching=cfg.enable_prefix_caching,
