@@ -24,7 +24,7 @@ tokenizer.
 usage: python benchmarks/serve.py [--stages fake cpu paced burst torch] [--concurrency 1 64 512] [--model MODEL]
                                   [--quick]
        python benchmarks/serve.py --stages vllm --model MODEL [--device cuda] [--rollouts 256] [--new-tokens 512]
-                                  [--prompt-tokens 128] [--rounds 3] [--vllm-arguments JSON] [--quick]
+                                  [--prompt-tokens 128] [--rounds 6] [--vllm-arguments JSON] [--quick]
 """
 
 from __future__ import annotations
@@ -552,7 +552,7 @@ def main() -> int:
     vllm.add_argument("--rollouts", type=int, default=256, help="at once")
     vllm.add_argument("--new-tokens", type=int, default=512, help="of each rollout")
     vllm.add_argument("--prompt-tokens", type=int, default=128, help="of each rollout, about")
-    vllm.add_argument("--rounds", type=int, default=3, help="after the warm-up")
+    vllm.add_argument("--rounds", type=int, default=6, help="after the warm-up")
     vllm.add_argument("--vllm-arguments", type=json.loads, default={}, help="further ones of AsyncEngineArgs, JSON")
     parser.add_argument("--role", choices=ROLES, help=argparse.SUPPRESS)
     args = parser.parse_args()

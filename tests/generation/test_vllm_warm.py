@@ -1,4 +1,4 @@
-"""What vLLM would start a process for is done in a fork of the one that has imported it, or fails with its cause."""
+"""What vLLM would start a process for is done in a fork of the one that has imported it: like a process, and told of."""
 
 import os
 import subprocess
@@ -9,11 +9,16 @@ import pytest
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
 
 SCRIPT = """
-import os, signal
+import gc, os, pathlib, signal
 from gymloop.generation.vllm import warm
 
 def wrong():
     raise ValueError("no such layer")
+
+def titled():
+    import setproctitle  # which vLLM names its processes with
+    setproctitle.setproctitle("VLLM::of-a-test")
+    return pathlib.Path("/proc/self/cmdline").read_text().rstrip(chr(0))
 
 if __name__ == "__main__":
     warm.begin({})
@@ -25,6 +30,8 @@ if __name__ == "__main__":
     print(registry._run_in_subprocess is before)
     here = os.getpid()
     print(warm.in_a_fork(lambda: os.getpid() != here))
+    print(warm.in_a_fork(titled))
+    print(warm.in_a_fork(lambda: (gc.isenabled(), gc.get_freeze_count() > 100_000)))
     for work in (wrong, lambda: os.kill(os.getpid(), signal.SIGKILL)):
         try:
             warm.in_a_fork(work)
@@ -33,7 +40,7 @@ if __name__ == "__main__":
 """
 
 
-def test_a_models_class_is_looked_at_in_a_fork_and_what_goes_wrong_there_is_said(tmp_path):
+def test_a_fork_looks_at_a_models_class_has_a_title_of_its_own_collects_garbage_and_says_what_goes_wrong(tmp_path):
     script = tmp_path / "look.py"
     script.write_text(SCRIPT)
     done = subprocess.run(
@@ -45,6 +52,8 @@ def test_a_models_class_is_looked_at_in_a_fork_and_what_goes_wrong_there_is_said
         "True",
         "True",
         "True",
+        "VLLM::of-a-test",
+        "(True, True)",
         "ValueError: no such layer",
         "the process that looks at the model's class ended with -9",
     ]

@@ -23,6 +23,7 @@ from weakref import WeakValueDictionary
 from gymloop.cluster.environment import is_needed, python_without
 from gymloop.cluster.remote import ask, named
 from gymloop.errors import GymloopError, InfraError
+from gymloop.garbage import uncollected
 from gymloop.lifeline import tie_to_parent
 
 LOG_TAIL_LINES = 12
@@ -218,7 +219,8 @@ class _Host:
             _note(method)
         with self._lock:
             if self._worker is None:
-                self._worker = ray.cloudpickle.loads(self._build)()
+                with uncollected():
+                    self._worker = ray.cloudpickle.loads(self._build)()
         return getattr(self._worker, method)(*args)
 
     def pulse(self) -> Pulse:

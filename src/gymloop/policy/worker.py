@@ -25,6 +25,7 @@ from gymloop.algorithms.losses import nll_loss, policy_loss
 from gymloop.algorithms.step import split
 from gymloop.compat import settle_precision
 from gymloop.errors import DataError
+from gymloop.garbage import uncollected
 from gymloop.models.load import load_causal_lm
 from gymloop.models.tensors import checkpoint_tensors
 from gymloop.policy import state
@@ -69,6 +70,7 @@ class PolicyWorker:
         """
         return self._progress
 
+    @uncollected()
     def load(self) -> dict[str, Any]:
         """Read the weights, settle the precision, and find out whether the model can be packed.
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gymloop.errors import ConfigError, InfraError
+from gymloop.garbage import uncollected
 from gymloop.generation.vllm import warm
 from gymloop.generation.vllm.environment import of_threads as vllm_environment
 from gymloop.generation.vllm.support import installed_version as require_vllm
@@ -109,6 +110,7 @@ class EngineWorker:
             self._server.fail(f"{type(error).__name__}: {error}")
             raise
 
+    @uncollected()
     def _load(self, folder: Path, tokenizer_folder: Path) -> dict[str, Any]:
         spec = self._spec
         self._at("torch and transformers")

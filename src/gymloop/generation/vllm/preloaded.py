@@ -3,8 +3,13 @@
 No error leaves this module. Python's fork server passes over an ImportError without a word, and any other ends it, so
 that whoever starts a process learns of a closed connection and not of the cause. A fork imports what is missing here
 itself, and fails where vLLM says why.
+
+Python's collector is off in the server: it would walk all that is imported again and again. A fork switches it on
+(``warm``), and walks none of it either: what is frozen before a fork stays in pages that all share.
 """
 
+import contextlib
+import gc
 import logging
 
 
@@ -16,11 +21,17 @@ def _load() -> None:
 
     if current_platform.is_cuda():
         import vllm.v1.worker.gpu_worker  # noqa: F401
+    with contextlib.suppress(ImportError):
+        import setproctitle
+
+        setproctitle.getproctitle()  # it looks for the place of the title while the environment is where it began
 
 
+gc.disable()
 try:
     _load()
 except (Exception, SystemExit):  # the process must live; the traceback is told, and the forks meet the error again
     logging.getLogger(__name__).warning(
         "vLLM's modules could not be loaded ahead of its processes, which try it themselves", exc_info=True
     )
+gc.freeze()

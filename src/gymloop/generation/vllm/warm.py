@@ -8,6 +8,7 @@ one for this process, and it ends with it, however that ends.
 
 from __future__ import annotations
 
+import gc
 import json
 import logging.config
 import multiprocessing.context
@@ -64,6 +65,7 @@ class WarmProcess(multiprocessing.context.ForkServerProcess):
 
     def run(self) -> None:
         """In the fork."""
+        gc.enable()
         os.environ.clear()
         os.environ.update(self._environment)
         if LOGGING in os.environ:  # vLLM reads it where it is imported, which was long ago
