@@ -7,11 +7,14 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
-from gymloop.errors import ConfigError
+from gymloop.errors import ConfigError, InfraError
+from gymloop.generation import vllm_engine
 from gymloop.generation.engine import Sampling
 from gymloop.generation.vllm import core, memory, support
 from gymloop.generation.vllm.caches import compile_cache
+from gymloop.generation.vllm.extension import as_its_loader_names_them
 from gymloop.generation.vllm.request import draw_seed
 from gymloop.generation.vllm.settings import VllmSettings
 from gymloop.generation.vllm.shared_bytes import SharedBytes
@@ -207,3 +210,49 @@ def test_a_fork_of_the_warm_server_has_the_environment_of_who_asked_for_it(tmp_p
     assert done.stdout.splitlines() == ["('yes', None, True) SpawnContext", "0", "{-9}"], (
         "its end is known to all who ask"
     )
+
+
+def test_the_last_piece_of_an_aborted_request_repeats_no_logprobs():
+    again = {7: SimpleNamespace(logprob=-0.5)}
+    assert vllm_engine._logprobs(SimpleNamespace(token_ids=[], logprobs=[again])) == []
+    assert vllm_engine._logprobs(SimpleNamespace(token_ids=[7], logprobs=[again])) == [-0.5]
+    with pytest.raises(InfraError, match="sampled 2 tokens and gave 1 logprobs"):
+        vllm_engine._logprobs(SimpleNamespace(token_ids=[7, 7], logprobs=[again]))
+
+
+class OneByOne:
+    """A model of vLLM's that knows each expert by its own name."""
+
+    def get_expert_mapping(self):
+        for expert in range(2):
+            yield ("experts.w13_", f"experts.{expert}.gate_proj.", expert, "w1")
+            yield ("experts.w2_", f"experts.{expert}.down_proj.", expert, "w2")
+            yield ("experts.w13_", f"experts.{expert}.up_proj.", expert, "w3")
+
+
+def test_experts_come_one_by_one_where_vllm_knows_them_so():
+    both = torch.arange(2 * 6 * 4).reshape(2, 6, 4)  # experts, gate and up, hidden
+    down = torch.arange(2 * 4 * 3).reshape(2, 4, 3)
+    layer = "model.layers.1.mlp."
+    tensors = [
+        (f"{layer}gate.weight", both[0]),
+        (f"{layer}experts.gate_up_proj", both),
+        (f"{layer}experts.down_proj", down),
+        (f"{layer}shared_experts.down_proj.weight", down[0]),
+    ]
+    named = dict(as_its_loader_names_them(OneByOne(), tensors))
+    expected = {f"{layer}gate.weight": both[0]}
+    for expert in range(2):
+        expected[f"{layer}experts.{expert}.gate_proj.weight"] = both[expert, :3]
+        expected[f"{layer}experts.{expert}.up_proj.weight"] = both[expert, 3:]
+        expected[f"{layer}experts.{expert}.down_proj.weight"] = down[expert]
+    expected[f"{layer}shared_experts.down_proj.weight"] = down[0]
+    assert set(named) == set(expected)
+    assert all(torch.equal(named[name], expected[name]) for name in expected)
+
+
+def test_experts_stay_together_where_vllm_does_not_say_that_it_knows_them_one_by_one():
+    tensors = [("model.layers.1.mlp.experts.gate_up_proj", torch.zeros(2, 6, 4))]
+    other = SimpleNamespace(get_expert_mapping=lambda: [("experts.w13_", "experts.0.w1.", 0, "w1")])
+    for model in (SimpleNamespace(), other):
+        assert [name for name, _ in as_its_loader_names_them(model, tensors)] == [tensors[0][0]]

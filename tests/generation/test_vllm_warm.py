@@ -1,4 +1,4 @@
-"""What vLLM would start a process for is done in a fork of the one that has imported it: like a process, and told of."""
+"""What vLLM would start a process for is done in a fork of the one that has imported it, or fails with its cause."""
 
 import os
 import subprocess

@@ -424,6 +424,8 @@ def _prompt(ids: list[int]) -> Any:
 
 def _logprobs(piece: Any) -> list[float]:
     """The logprob of each new token. float32 rounding can put one a hair above 0."""
+    if not piece.token_ids:
+        return []  # with the last piece of a request that was aborted, vLLM 0.25 gives all logprobs once more
     entries: Any = piece.logprobs or ()
     if len(piece.token_ids) != len(entries):
         raise InfraError(f"vLLM sampled {len(piece.token_ids)} tokens and gave {len(entries)} logprobs")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -22,10 +21,6 @@ from gymloop.serving.receiving import InThisProcess, InVllmsProcesses, Receiving
 
 OnProgress = Callable[[str, int, int], None]
 """Called with what is being loaded, the bytes of it that are there, and their total (0 where nobody knows)."""
-
-SWITCH_INTERVAL_S = 0.0005
-"""For which a thread keeps the interpreter while another wants it. Server and vLLM's front end share one: of Python's
-5 ms, as long as a step of vLLM's, the next step would have to wait for each of many requests that come at once."""
 
 
 class ServedEngine(Engine, Protocol):
@@ -131,7 +126,6 @@ def _vllm(
     arguments = settings.arguments(device, kv_bytes, max_model_len)
     cache = compile_cache(folder, arguments, version, device)
     cache.prepare()
-    sys.setswitchinterval(min(SWITCH_INTERVAL_S, sys.getswitchinterval()))
     engine = VllmEngine(
         folder,
         dtype=precision,

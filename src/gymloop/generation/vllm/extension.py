@@ -23,6 +23,7 @@ from contextlib import contextmanager
 from multiprocessing.reduction import ForkingPickler
 from typing import TYPE_CHECKING, Any, Literal
 
+from gymloop.errors import ConfigError
 from gymloop.weights.offer import Offer
 from gymloop.weights.receiver import WeightReceiver
 
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
     import torch
 
 NAME = f"{__name__}.TakesWeights"
+EXPERTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+"""What transformers holds of all experts of a layer in one tensor, and what of one expert a checkpoint has."""
 Damage = Literal["none", "half", "lost"]
 """Of a failed update: nothing was changed; half of it was, and the next one mends that; no update can mend it."""
 
@@ -66,12 +69,15 @@ class TakesWeights:
             model = self.get_model()
             with receiver.opened(offer, version, first_rank + self.rank) as source:
                 in_place = can_take_in_place(model, str(self.device))
-                tensors = _begun(source.tensors())
+                tensors = as_its_loader_names_them(model, _begun(source.tensors()))
                 damage = "half" if in_place else "lost"
                 loaded = self._gymloop_in_place(model, tensors) if in_place else self._gymloop_reload(model, tensors)
             missing = sorted({name for name, _ in model.named_parameters()} - loaded)
             if missing:
                 raise RuntimeError(f"no value came for {len(missing)} parameters, among them {missing[0]!r}")
+        except KeyError as error:  # what vLLM's loaders raise of a name that they do not know
+            name = type(self.get_model()).__name__
+            return ConfigError.__name__, f"this build of vLLM has no place for {error.args[0]!r} in its {name}", damage
         except Exception as error:  # noqa: BLE001  (told, not lost: see Returns)
             return type(error).__name__, str(error), damage
         return None
@@ -125,6 +131,31 @@ def _begun(tensors: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, t
     """The same, once the first of them is here: a sender that is gone is known before anything changes."""
     first = next(tensors, None)
     return tensors if first is None else itertools.chain([first], tensors)
+
+
+def as_its_loader_names_them(
+    model: Any, tensors: Iterable[tuple[str, torch.Tensor]]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The same, with experts one by one where vLLM says that it knows them so, as a checkpoint has them.
+
+    Builds differ in whether they know transformers' form too.
+
+    Args:
+        model: vLLM's.
+        tensors: under transformers' names.
+    """
+    mapping = getattr(model, "get_expert_mapping", None)
+    known = set() if mapping is None else {entry[1] for entry in mapping()}
+    wanted = {f"experts.0.{part}." for parts in EXPERTS.values() for part in parts}
+    for name, tensor in tensors:
+        owner, _, kind = name.rpartition(".")
+        if not (wanted <= known and tensor.ndim == 3 and owner.endswith(".experts") and kind in EXPERTS):
+            yield name, tensor
+            continue
+        parts = EXPERTS[kind]
+        for part, values in zip(parts, tensor.chunk(len(parts), dim=1), strict=True):
+            for expert, value in enumerate(values):
+                yield f"{owner}.{expert}.{part}.weight", value
 
 
 @contextmanager
