@@ -76,6 +76,7 @@ def engine_main(settings: Mapping[str, Any], endless: Callable[[Any], Any]) -> N
     """
     told = kept_output()
     from gymloop.config.plan import SamplingProfile
+    from gymloop.garbage import keep
     from gymloop.serving.engines import load_engine, settled_device
     from gymloop.serving.guard import SamplingProfiles
     from gymloop.serving.server import GenerationServer
@@ -85,7 +86,7 @@ def engine_main(settings: Mapping[str, Any], endless: Callable[[Any], Any]) -> N
     began = time.perf_counter()
     work, folder = Work(**settings["work"]), Path(settings["folder"])
     spec = engine_spec(work, folder, settled_device(settings["device"], on_vllm=True), settings["arguments"])
-    engine, _, facts = load_engine(spec, folder, spec.device, lambda *_: None, lambda: None)
+    engine, _, facts = load_engine(spec, folder, spec.device, lambda *_: None, keep)
     profiles = SamplingProfiles(SamplingProfile(temperature=1.0, top_p=1.0, top_k=None))
     server = GenerationServer(hold_socket(*spec.port_range), MODEL, profiles, request_timeout_s=ROUND_LIMIT_S)
     try:

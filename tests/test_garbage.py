@@ -4,7 +4,7 @@ import weakref
 
 import pytest
 
-from gymloop.garbage import uncollected
+from gymloop.garbage import keep, let_go, uncollected
 
 
 class Node:
@@ -67,3 +67,20 @@ def test_who_had_switched_it_off_finds_it_off():
     with uncollected():
         pass
     assert not gc.isenabled()
+
+
+def test_what_is_kept_is_not_walked_and_garbage_is_not_kept():
+    before = cycle()
+    later = cycle_held = Node()
+    cycle_held.itself = cycle_held
+    seen = weakref.ref(later)
+    keep()
+    try:
+        assert before() is None
+        del later, cycle_held
+        gc.collect()
+        assert seen() is not None
+    finally:
+        let_go()
+    gc.collect()
+    assert seen() is None

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gymloop.errors import ConfigError, InfraError
-from gymloop.garbage import uncollected
+from gymloop.garbage import keep, let_go, uncollected
 from gymloop.generation.vllm import warm
 from gymloop.generation.vllm.environment import of_threads as vllm_environment
 from gymloop.generation.vllm.support import installed_version as require_vllm
@@ -123,6 +123,7 @@ class EngineWorker:
         def meanwhile() -> None:
             self._at("the tokenizer")
             tokenizer.append(self._renderer_of(tokenizer_folder, chats))
+            keep()
             self._at("the weights")
 
         engine, receiving, facts = load_engine(spec, folder, device, self._at, meanwhile)
@@ -321,6 +322,7 @@ class EngineWorker:
             receiving.close()
         if engine is not None:
             engine.close()
+        let_go()
 
     def _received(self) -> Receiving:
         with self._lock:
