@@ -1,4 +1,4 @@
-"""Python does not look for garbage while a process loads, and afterwards not among what was loaded.
+"""Python does not look for garbage while a process loads, and afterwards not among what a server has imported.
 
 Importing torch, transformers and vLLM and building a model make a million objects and hardly any garbage among them.
 Python walks all of them whenever their number has grown: a fifth of the seconds that the imports take. Later each such

@@ -14,7 +14,7 @@ from gymloop.generation import vllm_engine
 from gymloop.generation.engine import Sampling
 from gymloop.generation.vllm import core, memory, support
 from gymloop.generation.vllm.caches import compile_cache
-from gymloop.generation.vllm.extension import as_its_loader_names_them
+from gymloop.generation.vllm.extension import as_its_loader_names_them, unknown_names_told
 from gymloop.generation.vllm.request import draw_seed
 from gymloop.generation.vllm.settings import VllmSettings
 from gymloop.generation.vllm.shared_bytes import SharedBytes
@@ -240,7 +240,7 @@ def test_experts_come_one_by_one_where_vllm_knows_them_so():
         (f"{layer}experts.down_proj", down),
         (f"{layer}shared_experts.down_proj.weight", down[0]),
     ]
-    named = dict(as_its_loader_names_them(OneByOne(), tensors))
+    named = dict(as_its_loader_names_them(OneByOne(), 4, tensors))
     expected = {f"{layer}gate.weight": both[0]}
     for expert in range(2):
         expected[f"{layer}experts.{expert}.gate_proj.weight"] = both[expert, :3]
@@ -255,4 +255,16 @@ def test_experts_stay_together_where_vllm_does_not_say_that_it_knows_them_one_by
     tensors = [("model.layers.1.mlp.experts.gate_up_proj", torch.zeros(2, 6, 4))]
     other = SimpleNamespace(get_expert_mapping=lambda: [("experts.w13_", "experts.0.w1.", 0, "w1")])
     for model in (SimpleNamespace(), other):
-        assert [name for name, _ in as_its_loader_names_them(model, tensors)] == [tensors[0][0]]
+        assert [name for name, _ in as_its_loader_names_them(model, 4, tensors)] == [tensors[0][0]]
+
+
+def test_experts_that_are_held_transposed_stay_together():
+    names = [f"language_model.model.layers.1.feed_forward.experts.{kind}" for kind in ("gate_up_proj", "down_proj")]
+    tensors = list(zip(names, (torch.zeros(2, 4, 6), torch.zeros(2, 3, 4)), strict=True))
+    assert [name for name, _ in as_its_loader_names_them(OneByOne(), 4, tensors)] == names
+
+
+def test_a_name_that_vllms_loader_does_not_know_is_said():
+    with pytest.raises(InfraError) as caught, unknown_names_told(OneByOne()):
+        raise KeyError("layers.1.experts.w")
+    assert str(caught.value) == "this build of vLLM has no place for 'layers.1.experts.w' in its OneByOne"

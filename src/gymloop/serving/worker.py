@@ -131,6 +131,7 @@ class EngineWorker:
         with self._lock:
             if self._closed:
                 engine.close()
+                let_go()
                 raise InfraError("the engine was closed while its model loaded")
             self._engine, self._renderer, self._receiving = engine, renderer, receiving
         if spec.vllm is not None and spec.vllm.waits_for_weights:
@@ -317,12 +318,12 @@ class EngineWorker:
             self._closed = True
             engine, self._engine = self._engine, None
             receiving, self._receiving = self._receiving, None
+        let_go()
         self._server.close()
         if receiving is not None:
             receiving.close()
         if engine is not None:
             engine.close()
-        let_go()
 
     def _received(self) -> Receiving:
         with self._lock:

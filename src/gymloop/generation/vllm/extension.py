@@ -23,7 +23,7 @@ from contextlib import contextmanager
 from multiprocessing.reduction import ForkingPickler
 from typing import TYPE_CHECKING, Any, Literal
 
-from gymloop.errors import ConfigError
+from gymloop.errors import InfraError
 from gymloop.weights.offer import Offer
 from gymloop.weights.receiver import WeightReceiver
 
@@ -31,8 +31,9 @@ if TYPE_CHECKING:
     import torch
 
 NAME = f"{__name__}.TakesWeights"
-EXPERTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
-"""What transformers holds of all experts of a layer in one tensor, and what of one expert a checkpoint has."""
+EXPERTS = {"gate_up_proj": (2, ("gate_proj", "up_proj")), "down_proj": (1, ("down_proj",))}
+"""What transformers holds of all experts of a layer in one tensor, the dimension of that which is the hidden size, and
+what a checkpoint has of one expert."""
 Damage = Literal["none", "half", "lost"]
 """Of a failed update: nothing was changed; half of it was, and the next one mends that; no update can mend it."""
 
@@ -43,6 +44,7 @@ class TakesWeights:
     if TYPE_CHECKING:
         device: torch.device
         rank: int
+        model_config: Any
         get_model: Callable[[], Any]
         reload_weights: Callable[..., None]
         gymloop_receiver: WeightReceiver
@@ -69,15 +71,15 @@ class TakesWeights:
             model = self.get_model()
             with receiver.opened(offer, version, first_rank + self.rank) as source:
                 in_place = can_take_in_place(model, str(self.device))
-                tensors = as_its_loader_names_them(model, _begun(source.tensors()))
+                hidden = int(self.model_config.get_hidden_size())
+                tensors = as_its_loader_names_them(model, hidden, _begun(source.tensors()))
                 damage = "half" if in_place else "lost"
-                loaded = self._gymloop_in_place(model, tensors) if in_place else self._gymloop_reload(model, tensors)
+                load = self._gymloop_in_place if in_place else self._gymloop_reload
+                with unknown_names_told(model):
+                    loaded = load(model, tensors)
             missing = sorted({name for name, _ in model.named_parameters()} - loaded)
             if missing:
                 raise RuntimeError(f"no value came for {len(missing)} parameters, among them {missing[0]!r}")
-        except KeyError as error:  # what vLLM's loaders raise of a name that they do not know
-            name = type(self.get_model()).__name__
-            return ConfigError.__name__, f"this build of vLLM has no place for {error.args[0]!r} in its {name}", damage
         except Exception as error:  # noqa: BLE001  (told, not lost: see Returns)
             return type(error).__name__, str(error), damage
         return None
@@ -134,28 +136,40 @@ def _begun(tensors: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, t
 
 
 def as_its_loader_names_them(
-    model: Any, tensors: Iterable[tuple[str, torch.Tensor]]
+    model: Any, hidden_size: int, tensors: Iterable[tuple[str, torch.Tensor]]
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """The same, with experts one by one where vLLM says that it knows them so, as a checkpoint has them.
 
-    Builds differ in whether they know transformers' form too.
+    Builds differ in whether they know transformers' form too. One that holds them transposed is left as it is.
 
     Args:
         model: vLLM's.
-        tensors: under transformers' names.
+        hidden_size: of the model.
+        tensors: under transformers' names; of experts [experts, 2 * intermediate, hidden], gate before up, and
+            [experts, hidden, intermediate].
     """
     mapping = getattr(model, "get_expert_mapping", None)
     known = set() if mapping is None else {entry[1] for entry in mapping()}
-    wanted = {f"experts.0.{part}." for parts in EXPERTS.values() for part in parts}
+    one_by_one = {f"experts.0.{part}." for _, parts in EXPERTS.values() for part in parts} <= known
     for name, tensor in tensors:
         owner, _, kind = name.rpartition(".")
-        if not (wanted <= known and tensor.ndim == 3 and owner.endswith(".experts") and kind in EXPERTS):
+        hidden_at, parts = EXPERTS.get(kind, (0, ()))
+        of_experts = owner.endswith(".experts") and parts and tensor.ndim == 3
+        if not (one_by_one and of_experts and tensor.shape[hidden_at] == hidden_size):
             yield name, tensor
             continue
-        parts = EXPERTS[kind]
         for part, values in zip(parts, tensor.chunk(len(parts), dim=1), strict=True):
             for expert, value in enumerate(values):
                 yield f"{owner}.{expert}.{part}.weight", value
+
+
+@contextmanager
+def unknown_names_told(model: Any) -> Iterator[None]:
+    """vLLM's loaders look a name up and let the KeyError of one that is not there go."""
+    try:
+        yield
+    except KeyError as error:
+        raise InfraError(f"this build of vLLM has no place for {error} in its {type(model).__name__}") from error
 
 
 @contextmanager

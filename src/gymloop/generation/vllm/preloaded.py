@@ -4,13 +4,14 @@ No error leaves this module. Python's fork server passes over an ImportError wit
 that whoever starts a process learns of a closed connection and not of the cause. A fork imports what is missing here
 itself, and fails where vLLM says why.
 
-Python's collector is off in the server: it would walk all that is imported again and again. A fork switches it on
-(``warm``), and walks none of it either: what is frozen before a fork stays in pages that all share.
+Python's collector is off in the server, where it would walk all that is imported again and again, and on in the forks:
+what was frozen before they were made is not walked there either, and stays in pages that all share.
 """
 
 import contextlib
 import gc
 import logging
+import os
 
 
 def _load() -> None:
@@ -28,6 +29,7 @@ def _load() -> None:
 
 
 gc.disable()
+os.register_at_fork(after_in_child=gc.enable)
 try:
     _load()
 except (Exception, SystemExit):  # the process must live; the traceback is told, and the forks meet the error again

@@ -8,7 +8,6 @@ one for this process, and it ends with it, however that ends.
 
 from __future__ import annotations
 
-import gc
 import json
 import logging.config
 import multiprocessing.context
@@ -65,7 +64,6 @@ class WarmProcess(multiprocessing.context.ForkServerProcess):
 
     def run(self) -> None:
         """In the fork."""
-        gc.enable()
         os.environ.clear()
         os.environ.update(self._environment)
         if LOGGING in os.environ:  # vLLM reads it where it is imported, which was long ago
