@@ -71,13 +71,13 @@ def test_who_had_switched_it_off_finds_it_off():
 
 def test_what_is_kept_is_not_walked_and_garbage_is_not_kept():
     before = cycle()
-    later = cycle_held = Node()
-    cycle_held.itself = cycle_held
+    later = Node()
+    later.itself = later
     seen = weakref.ref(later)
     keep()
     try:
         assert before() is None
-        del later, cycle_held
+        del later
         gc.collect()
         assert seen() is not None
     finally:
