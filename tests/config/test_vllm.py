@@ -36,6 +36,12 @@ def cfg(text: str) -> str:
             f"{SERVING}.tool_parser",
             "is 'mistral' and policy.tokenizer.tool_parser is 'openai'; expected one of the two",
         ),
+        ([VLLM, cfg("{compile: true, enforce_eager: true}")], f"{CFG}.compile", "and so is enforce_eager"),
+        (
+            [VLLM, cfg("{compile: true}"), "+policy.generation.vllm_kwargs={compilation_config: {mode: 3}}"],
+            f"{CFG}.compile",
+            "vllm_kwargs.compilation_config says how vLLM compiles",
+        ),
         ([VLLM, cfg("{tensor_parallel_size: 2}")], f"{CFG}.tensor_parallel_size", "is 2 without GPUs"),
         ([VLLM, "deterministic=true"], "deterministic", "depends on which others share its step"),
         ([VLLM, cfg("{tool_parser_plugin: gone.py}")], "policy.tokenizer.tool_parser_plugin", "there is no file"),

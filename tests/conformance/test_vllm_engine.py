@@ -237,3 +237,9 @@ async def test_a_weight_update_that_vllm_does_not_answer_ends_the_engine_after_a
     assert time.monotonic() - began < 10
     await asyncio.to_thread(subject.close)
     assert not alive(pids)
+
+
+def test_a_build_for_another_device_than_was_planned_with_is_refused_before_anything_loads(tmp_path):
+    other = "cpu" if torch.cuda.is_available() else "cuda"
+    with pytest.raises(ConfigError, match=f"computes on .* was to compute on '{other}'; expected"):
+        MAKE(toys.build_toy(tmp_path, "q", weights=True), max_batch_size=2, max_model_len=64, device=other)

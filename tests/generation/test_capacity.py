@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 
 import pytest
 
@@ -24,6 +26,15 @@ def test_an_unreadable_configuration_is_one_sentence(tmp_path):
     with pytest.raises(ConfigError, match="cannot be read") as caught:
         capacity.text_config(tmp_path)
     assert "\n" not in str(caught.value)
+
+
+def test_reading_a_configuration_imports_no_models_code(toy):
+    code = (
+        "import sys; from gymloop.generation.capacity import text_config; text_config(sys.argv[1]); "
+        "print({'transformers.modeling_utils', 'transformers.generation.utils'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code, toy("q")], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout) == (0, "set()\n"), done.stderr
 
 
 def test_a_row_is_keys_and_values_of_all_layers(toy):

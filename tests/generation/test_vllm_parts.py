@@ -83,10 +83,24 @@ def test_a_cache_without_room_for_one_row_is_refused_with_the_keys_to_change():
         memory.kv_cache_bytes(CONFIG, "bfloat16", "auto", 4096, 4, 1000)
 
 
-def test_nothing_is_compiled_on_a_cpu_unless_asked_and_kwargs_have_the_last_word():
-    assert VllmSettings().arguments("cpu", 1, 64)["enforce_eager"] is True
-    assert VllmSettings().arguments("cuda", 1, 64)["enforce_eager"] is False
-    assert VllmSettings(enforce_eager=False).arguments("cpu", 1, 64)["enforce_eager"] is False
+@pytest.mark.parametrize(
+    ("settings", "device", "eager", "config"),
+    [
+        ({}, "cuda", False, {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}),
+        ({}, "cpu", True, None),
+        ({"compile": True}, "cuda", False, None),
+        ({"compile": True}, "cpu", False, None),
+        ({"enforce_eager": True}, "cuda", True, None),
+        ({"enforce_eager": False}, "cpu", False, {"mode": 0, "cudagraph_mode": "NONE"}),
+        ({"kwargs": {"compilation_config": {"mode": 3}}}, "cuda", False, {"mode": 3}),
+    ],
+)
+def test_a_gpu_captures_graphs_a_cpu_none_and_neither_compiles_unless_asked(settings, device, eager, config):
+    arguments = VllmSettings(**settings).arguments(device, 1, 64)
+    assert (arguments["enforce_eager"], arguments.get("compilation_config")) == (eager, config)
+
+
+def test_prompts_stay_whole_on_a_cpu_and_kwargs_have_the_last_word():
     long = VllmSettings().arguments("cpu", 1, 9000)
     assert (long["enable_chunked_prefill"], long["max_num_batched_tokens"]) == (False, 9000)
     assert "enable_chunked_prefill" not in VllmSettings().arguments("cuda", 1, 9000)
@@ -97,9 +111,10 @@ def test_nothing_is_compiled_on_a_cpu_unless_asked_and_kwargs_have_the_last_word
 def test_a_compile_cache_is_hit_by_the_same_start_only(tmp_path, monkeypatch):
     monkeypatch.setenv("GYMLOOP_CACHE", str(tmp_path / "cache"))
     (tmp_path / "config.json").write_text("{}")
-    arguments = VllmSettings(enforce_eager=False).arguments("cpu", 1, 64)
+    arguments = VllmSettings(compile=True).arguments("cpu", 1, 64)
     first = compile_cache(tmp_path, arguments, "0.32.0", "cpu")
     assert first.found == "miss"
+    assert first.environment["TRITON_CACHE_DIR"] == str(tmp_path / "cache" / "vllm" / "triton")
     first.prepare()
     first.mark()
     assert compile_cache(tmp_path, {**arguments, "seed": 3, "kv_cache_memory_bytes": 5}, "0.32.0", "cpu").found == "hit"

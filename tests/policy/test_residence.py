@@ -1,21 +1,42 @@
 """Moving a policy moves all of its memory and changes nothing of what it computes."""
 
 import enum
+import threading
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, Gemma3Config, LlamaConfig
 
 from gymloop.algorithms.batch import TrainBatch, TrainSequence
 from gymloop.config.schema import Loss, OptimizerKwargs
-from gymloop.policy.residence import PinnedMemory, _forget_last_error, _launch, pack, slots
+from gymloop.errors import ConfigError
+from gymloop.models.load import tensor_bytes
+from gymloop.models.tensors import persistent_buffers
+from gymloop.policy import residence
+from gymloop.policy.residence import (
+    TENSOR_ROOM,
+    PinnedMemory,
+    Residence,
+    _forget_last_error,
+    _launch,
+    estimated_bytes,
+    pack,
+    slots,
+)
 from gymloop.policy.spec import PolicySpec
 from gymloop.policy.worker import PolicyWorker
+from gymloop.weights.layout import lay_out, total_bytes
+
+
+def unloaded(folder, precision, kl_penalty=0.1, **named):
+    loss = Loss(reference_policy_kl_penalty=kl_penalty)
+    return PolicyWorker(PolicySpec(str(folder), 1.0, loss, OptimizerKwargs(lr=0.01), precision, threads=1, **named))
 
 
 def worker_of(folder, precision, **named):
-    loss = Loss(reference_policy_kl_penalty=0.1)
-    worker = PolicyWorker(PolicySpec(str(folder), 1.0, loss, OptimizerKwargs(lr=0.01), precision, threads=1, **named))
+    worker = unloaded(folder, precision, **named)
     worker.load()
     return worker
 
@@ -133,6 +154,211 @@ def test_page_locked_memory_is_unlocked_once(caplog):
     memory.close()
     assert not cuda.registered
     assert not caplog.records
+
+
+class Memory:
+    """Makes page-locked memory without a GPU, and remembers what it was asked for and by whom.
+
+    Args:
+        hold: whether it waits for ``go``.
+    """
+
+    def __init__(self, hold=False):
+        self.cuda, self.asked, self.threads, self.made = Cuda(0), [], [], []
+        self.go = threading.Event()
+        if not hold:
+            self.go.set()
+
+    def __call__(self, nbytes):
+        self.asked.append(nbytes)
+        self.threads.append(threading.current_thread())
+        assert self.go.wait(10)
+        self.made.append(PinnedMemory(nbytes, self.cuda))
+        return self.made[-1]
+
+    def join(self):
+        for thread in self.threads:
+            if thread is not threading.current_thread():
+                thread.join(10)
+                assert not thread.is_alive()
+
+
+def to_host(place, worker):
+    place.to_host(worker._models(), worker._optimizer)
+
+
+def laid_out(worker):
+    """Bytes of all that the policy holds now."""
+    return total_bytes(lay_out(("", slot.tensor) for slot in slots(worker._models(), worker._optimizer)))
+
+
+def inside(block, worker):
+    addresses = range(block.data_ptr(), block.data_ptr() + block.numel())
+    return all(tensor.data_ptr() in addresses for tensor in tensors(worker) if tensor.numel())
+
+
+def test_memory_reserved_early_is_the_one_used(tiny):
+    worker, memory = worker_of(tiny("llama"), "bfloat16"), Memory(hold=True)
+    place = Residence("cuda", memory)
+    place.reserve(4 << 20)  # returns though nothing is locked yet
+    threading.Timer(0.05, memory.go.set).start()
+    to_host(place, worker)
+    assert memory.asked == [4 << 20]
+    assert memory.threads != [threading.current_thread()]
+    assert inside(memory.made[0].block, worker)
+    place.close()
+    place.close()
+    assert not memory.cuda.registered
+
+
+def test_memory_reserved_too_small_is_unlocked_and_made_anew_with_room_for_the_moments(tiny):
+    worker, memory = worker_of(tiny("llama"), "bfloat16"), Memory()
+    held = laid_out(worker)
+    place = Residence("cuda", memory)
+    place.reserve(held)  # all that is there now, and nothing of what comes with the first step
+    to_host(place, worker)
+    first, second = memory.made
+    assert first.block.numel() == held
+    assert not first.locked
+    assert memory.cuda.registered == [second.block.data_ptr()]
+    assert inside(second.block, worker)
+    worker.train(batch())
+    assert held < laid_out(worker) <= second.block.numel()
+
+
+def test_an_error_of_the_thread_is_raised_where_its_memory_is_asked_for_and_once(tiny):
+    worker, memory = worker_of(tiny("llama"), "float32"), Memory()
+
+    def refuse_the_reservation(nbytes):
+        if threading.current_thread() is not threading.main_thread():
+            raise MemoryError("not that much")
+        return memory(nbytes)
+
+    place = Residence("cuda", refuse_the_reservation)
+    place.reserve(1 << 20)
+    with pytest.raises(MemoryError, match="not that much"):
+        to_host(place, worker)
+    to_host(place, worker)
+    assert inside(memory.made[0].block, worker)
+    place.close()
+
+
+@pytest.mark.parametrize("done", [False, True])
+def test_what_is_reserved_and_never_used_is_given_back_also_while_it_is_made(done):
+    memory = Memory(hold=not done)
+    place = Residence("cuda", memory)
+    place.reserve(4096)
+    if done:
+        memory.join()
+        assert memory.made[0].locked
+    place.close()  # waits for nothing
+    place.close()
+    memory.go.set()
+    memory.join()
+    assert memory.made
+    assert not memory.cuda.registered
+
+
+def test_a_reservation_that_failed_can_be_closed(caplog):
+    place = Residence("cuda", lambda nbytes: pytest.fail("no memory"))
+    place.reserve(4096)
+    place.close()
+    place.close()
+    assert not caplog.records
+
+
+def test_nothing_is_reserved_on_a_cpu(tiny, monkeypatch):
+    monkeypatch.setattr(residence, "PinnedMemory", lambda nbytes: pytest.fail("nothing moves"))
+    monkeypatch.setattr(PolicyWorker, "_reserve", lambda *_: pytest.fail("nothing is estimated"))
+    worker_of(tiny("llama"), "float32", starts_on_host=True).close()
+    place = Residence("cpu", Memory())
+    place.reserve(4096)
+    place.close()
+    assert not place._memory.asked
+
+
+@pytest.mark.parametrize(("precision", "kl_penalty"), [("bfloat16", 0.1), ("float32", 0.0)])
+@pytest.mark.parametrize("name", ["llama", "llama-untied"])
+def test_a_load_reserves_what_it_then_asks_for(tiny, name, precision, kl_penalty):
+    """But for the buffers, which no checkpoint holds: they have a second room per tensor."""
+    worker, memory = unloaded(tiny(name), precision, kl_penalty, device="cuda", starts_on_host=True), Memory()
+    worker._residence = Residence("cuda", memory)
+    worker.load()
+    (reserved,) = memory.asked
+    assert memory.threads != [threading.current_thread()]
+    assert memory.made[0].locked
+
+    plain = Memory()
+    to_host(Residence("cuda", plain), worker)
+    buffers = [buffer for model in worker._models() for buffer in model.buffers()]
+    assert buffers
+    assert not persistent_buffers(worker._model)
+    of_buffers = total_bytes(lay_out((str(id(one)), one) for one in buffers)) + len(buffers) * TENSOR_ROOM
+    others = len(slots(worker._models(), worker._optimizer)) - len(buffers)
+    assert plain.asked == [reserved - others * TENSOR_ROOM + of_buffers]
+    worker.close()
+    assert not memory.cuda.registered
+
+
+@pytest.mark.parametrize("name", ["qwen3", "phi-bias", "gemma2-softcap", "mamba", "apertus", "gemma4", "glm4-moe"])
+def test_one_block_is_enough_for_a_load_and_all_steps_whatever_the_model(tiny, name):
+    worker, memory = unloaded(tiny(name), "bfloat16", device="cuda", starts_on_host=True), Memory()
+    worker._residence = Residence("cuda", memory)
+    worker.load()
+    assert len(memory.asked) == 1
+    for master in worker._optimizer.masters.values():
+        master.grad = torch.zeros_like(master)
+    worker._optimizer.step()
+    assert laid_out(worker) <= memory.asked[0]
+    worker.close()
+
+
+def test_a_tied_head_that_the_checkpoint_holds_is_counted_once(tiny, tmp_path):
+    folder = tmp_path / "model"
+    folder.mkdir()
+    for file in tiny("llama").iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    stored = load_file(folder / "model.safetensors")
+    head = stored["model.embed_tokens.weight"].clone()
+    save_file(stored | {"lm_head.weight": head}, folder / "model.safetensors", {"format": "pt"})
+    config = AutoConfig.from_pretrained(folder)
+    with_head, without = (
+        estimated_bytes(tensor_bytes(one), config, "bfloat16", reference=True) for one in (folder, tiny("llama"))
+    )
+    assert with_head == without
+    worker, memory = unloaded(folder, "bfloat16", device="cuda", starts_on_host=True), Memory()
+    worker._residence = Residence("cuda", memory)
+    worker.load()
+    assert memory.asked == [without]
+
+
+@pytest.mark.parametrize(
+    ("precision", "reference", "expected"),
+    [
+        ("bfloat16", False, 150 * (2 + 4 + 8) + 2 * 2 * 2048),
+        ("bfloat16", True, 150 * (2 + 4 + 2 + 8) + 2 * 3 * 2048),
+        ("float32", False, 150 * (4 + 8) + 2 * 1 * 2048),
+        ("float32", True, 150 * (4 + 4 + 8) + 2 * 2 * 2048),
+    ],
+)
+@pytest.mark.parametrize(("stored", "itemsize"), [("bfloat16", 2), ("float32", 4), (None, 4)])
+def test_the_estimate_by_hand(precision, reference, expected, stored, itemsize):
+    sizes = {"embed": 100 * itemsize, "lm_head.weight": 50 * itemsize}
+    config = LlamaConfig(dtype=stored, tie_word_embeddings=False)
+    assert estimated_bytes(sizes, config, precision, reference=reference) == expected
+
+
+def test_the_estimate_of_a_model_with_several_parts_finds_the_type_where_it_is():
+    assert estimated_bytes({"a": 200}, Gemma3Config(dtype="bfloat16"), "float32", reference=False) == 1200 + 2048
+
+
+def test_a_folder_that_cannot_be_read_reserves_nothing_and_loading_says_why(tmp_path):
+    worker, memory = unloaded(tmp_path, "float32", device="cuda", starts_on_host=True), Memory()
+    worker._residence = Residence("cuda", memory)
+    with pytest.raises(ConfigError, match="it has no config"):
+        worker.load()
+    assert not memory.asked
+    worker.close()
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -16,7 +16,7 @@ import traceback
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from gymloop import __version__
+from gymloop import __version__, bytecode
 from gymloop.config.nearest import did_you_mean
 from gymloop.config.secrets import masked_override
 from gymloop.errors import GymloopError
@@ -255,6 +255,13 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     return args
 
 
+def _keep_bytecode() -> None:
+    if bytecode.is_lost():
+        from gymloop.models.store import cache_root
+
+        bytecode.keep(cache_root() / "bytecode")
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
     try:
@@ -262,6 +269,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             args = parse(sys.argv[1:] if argv is None else argv)
         except SystemExit as end:  # argparse's way of ending: 0 after --help, 2 after a message
             return int(end.code or 0)
+        _keep_bytecode()
         code = int(importlib.import_module(args.module).run(args))
         sys.stdout.flush()
         return code

@@ -10,6 +10,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from gymloop import compat
 from gymloop.errors import ConfigError
 
 MOST_ROWS = 64
@@ -26,6 +27,7 @@ def text_config(folder: str | Path) -> Any:
     Raises:
         ConfigError: it cannot be read.
     """
+    compat.write_no_documentation()
     from transformers import AutoConfig
 
     try:

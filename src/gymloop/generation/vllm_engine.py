@@ -59,6 +59,7 @@ class VllmEngine:
         max_batch_size: requests decoded together.
         max_model_len: prompt and sample together, tokens.
         seed: of the stream that requests without a seed of their own draw from.
+        device: that the caller planned with, as torch names it; None takes vLLM's.
         arguments: further fields of vLLM's ``AsyncEngineArgs``, see ``vllm.settings``.
         environment: further variables for vLLM and its processes.
         repeatable_draws: a request that names its noise draws the same again, in any company; False heeds seeds only,
@@ -79,6 +80,7 @@ class VllmEngine:
         max_batch_size: int,
         max_model_len: int,
         seed: int = 0,
+        device: str | None = None,
         arguments: Mapping[str, Any] | None = None,
         environment: Mapping[str, str] | None = None,
         repeatable_draws: bool = True,
@@ -104,7 +106,7 @@ class VllmEngine:
             with self._core.starting(environment or {}):
                 if on_loading is not None:
                     on_loading("vLLM's modules", 0)
-                self.build = support.probe()
+                self.build = support.probe(device)
                 args = {
                     "model": str(folder),
                     "dtype": dtype,

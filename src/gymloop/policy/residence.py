@@ -3,13 +3,18 @@
 Parameters keep their identity, so whoever holds one (the optimizer, hooks, tied layers) goes on with it. On either side
 they lie in one block. On the host it is page-locked and kept, so that a GPU copies at the bus's full rate; on the GPU
 it is one allocation, which another process maps by one handle.
+
+Page-locking takes as long as reading the weights, so it may begin before there is anything to move. What is reserved
+then is an estimate: memory that turns out too small is given back, and made anew.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterable
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +27,32 @@ from gymloop.weights.layout import lay_out, total_bytes
 logger = logging.getLogger(__name__)
 
 FLOAT32_BYTES = 4
+TENSOR_ROOM = 1024
+"""Bytes per tensor beside its own: what aligns it and its moments, and the optimizer's count of its steps."""
+
+
+def estimated_bytes(sizes: Mapping[str, int], config: Any, precision: str, *, reference: bool) -> int:
+    """Bytes that ``Residence.to_host`` will ask for, told from the checkpoint before there is a model.
+
+    A little too much: every tensor's room counts twice, for the buffers of a model that no checkpoint holds.
+
+    Args:
+        sizes: bytes by name, as ``models.load.tensor_bytes`` gives them.
+        config: the model's configuration.
+        precision: of the compute copy: ``float32`` or ``bfloat16``.
+        reference: whether there is one.
+    """
+    text = config.get_text_config(decoder=True)
+    # Some checkpoints hold a tied head beside the embeddings, a fifth of a small model.
+    tied = getattr(text, "tie_word_embeddings", False)
+    owned = [size for name, size in sizes.items() if not (tied and name.endswith("lm_head.weight"))]
+    stored = text.dtype or config.dtype or torch.float32  # a config that does not say is of the time of float32
+    elements = sum(owned) // stored.itemsize
+    compute = getattr(torch, precision).itemsize
+    kept = [compute] * (2 if reference else 1)
+    if precision != "float32":
+        kept.append(FLOAT32_BYTES)  # the masters, which in float32 are the parameters
+    return elements * (sum(kept) + 2 * FLOAT32_BYTES) + len(owned) * len(kept) * 2 * TENSOR_ROOM
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,11 +119,33 @@ class Residence:
 
     Args:
         device: where it computes, as torch names it. On a CPU nothing ever moves.
+        memory: makes the host's block of so many bytes; None makes it page-locked.
     """
 
-    def __init__(self, device: str) -> None:
+    def __init__(self, device: str, memory: Callable[[int], PinnedMemory] | None = None) -> None:
         self._device = torch.device(device)
+        self._memory = memory or PinnedMemory
         self._host: PinnedMemory | None = None
+        self._begun: Future[PinnedMemory] | None = None
+
+    def reserve(self, nbytes: int) -> None:
+        """Begin to page-lock the host's block in a thread; on a CPU nothing. Once, before the first ``to_host``.
+
+        Args:
+            nbytes: what ``to_host`` will ask for, rather too much than too little; see ``estimated_bytes``.
+        """
+        if self._device.type == "cpu":
+            return
+        begun: Future[PinnedMemory] = Future()
+        self._begun = begun
+
+        def make() -> None:
+            try:
+                begun.set_result(self._memory(nbytes))
+            except BaseException as error:  # noqa: BLE001  (not swallowed: it travels to whoever asks for the memory)
+                begun.set_exception(error)
+
+        threading.Thread(target=make, name="page-locking", daemon=True).start()
 
     def to_device(self, models: Iterable[torch.nn.Module], optimizer: MasterAdamW) -> None:
         """Move everything to where it computes; nothing changes where it is there."""
@@ -105,25 +158,47 @@ class Residence:
 
         There is room for the optimizer's moments from the beginning: page-locking takes seconds, which the startup has
         beside its other tasks and a step has not.
+
+        Raises:
+            Exception: what ended the thread of ``reserve``; asked again, the memory is made anew.
         """
         held = slots(models, optimizer)
         if self._device.type == "cpu" or (self._host and all(slot.tensor.device.type == "cpu" for slot in held)):
             return
         moments = 0 if optimizer.adamw.state else 2 * sum(one.numel() for one in optimizer.masters.values())
-        pack(held, lambda nbytes: self._reserved(nbytes, room=moments * FLOAT32_BYTES + len(held) * 1024))
+        pack(held, lambda nbytes: self._reserved(nbytes, room=moments * FLOAT32_BYTES + len(held) * TENSOR_ROOM))
         torch.cuda.empty_cache()
 
     def close(self) -> None:
-        """Give the host's block back; whatever lies in it must not be used any more. Safe to call twice."""
+        """Give the host's block back; whatever lies in it must not be used any more. Safe to call twice.
+
+        Memory that is still being locked is not waited for: its thread gives it back.
+        """
+        begun, self._begun = self._begun, None
+        if begun is not None:
+            begun.add_done_callback(_give_back)
         if self._host is not None:
             self._host.close()
             self._host = None
 
     def _reserved(self, nbytes: int, room: int) -> Tensor:
-        if self._host is None or self._host.block.numel() < nbytes:
+        least = nbytes
+        if self._begun is not None:
+            least += room  # else the moments would not fit, and a step would page-lock
+            try:
+                # bounded: by the thread's own work; the startup task's deadline ends one that is stuck
+                self._host = self._begun.result()
+            finally:
+                self._begun = None
+        if self._host is None or self._host.block.numel() < least:
             self.close()
-            self._host = PinnedMemory(nbytes + room)
+            self._host = self._memory(nbytes + room)
         return self._host.block
+
+
+def _give_back(done: Future[PinnedMemory]) -> None:
+    if done.exception() is None:
+        done.result().close()  # bounded: it is done
 
 
 class PinnedMemory:

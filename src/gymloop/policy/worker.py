@@ -26,7 +26,7 @@ from gymloop.algorithms.step import split
 from gymloop.compat import settle_precision
 from gymloop.errors import DataError
 from gymloop.garbage import uncollected
-from gymloop.models.load import load_causal_lm
+from gymloop.models.load import load_causal_lm, tensor_bytes
 from gymloop.models.tensors import checkpoint_tensors
 from gymloop.policy import state
 from gymloop.policy.forward import (
@@ -38,7 +38,7 @@ from gymloop.policy.forward import (
     why_not_packed,
 )
 from gymloop.policy.optimizer import MasterAdamW, NonFiniteError
-from gymloop.policy.residence import Residence
+from gymloop.policy.residence import Residence, estimated_bytes
 from gymloop.policy.spec import PolicySpec
 from gymloop.weights.offer import Offer, SyncRequest
 from gymloop.weights.place import Place, here
@@ -90,6 +90,8 @@ class PolicyWorker:
             torch.use_deterministic_algorithms(True)
         torch.manual_seed(self.spec.seed)
         precision = settle_precision(self.spec.precision, self.spec.device)
+        if self.spec.starts_on_host and torch.device(self.spec.device).type != "cpu":
+            self._reserve(precision)
         device = "cpu" if self.spec.starts_on_host else self.spec.device
         model = load_causal_lm(self.spec.model_folder, "float32", device, self._read)
         self._progress = ("the comparison of packed with unpacked rows", 0, 0)
@@ -256,6 +258,21 @@ class PolicyWorker:
         self._sender.close()
         self._model = self._reference = self._optimizer = None
         self._residence.close()
+
+    def _reserve(self, precision: str) -> None:
+        """Begin to page-lock what the policy will lie in: it takes as long as what is done meanwhile."""
+        from transformers import AutoConfig
+
+        sizes = tensor_bytes(self.spec.model_folder)
+        if not sizes:
+            return
+        reference = self.spec.loss.reference_policy_kl_penalty > 0
+        try:
+            config = AutoConfig.from_pretrained(self.spec.model_folder, local_files_only=True)
+            nbytes = estimated_bytes(sizes, config, precision, reference=reference)
+        except (OSError, ValueError, KeyError):
+            return  # loading says what is wrong with the folder
+        self._residence.reserve(nbytes)
 
     def _read(self, done: int, total: int) -> None:
         self._progress = ("the weights", done, total)

@@ -132,6 +132,7 @@ def _vllm(
         max_batch_size=rows,
         max_model_len=max_model_len,
         seed=spec.seed,
+        device=device,
         arguments=arguments,
         environment={**cache.environment, **of_threads(spec.threads)},
         repeatable_draws=settings.repeatable_draws,

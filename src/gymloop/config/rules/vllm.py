@@ -126,6 +126,21 @@ def _switches(recipe: Recipe, _folder: Path) -> Iterator[Violation]:
         )
 
 
+def _compile(recipe: Recipe, _folder: Path) -> Iterator[Violation]:
+    cfg = recipe.policy.generation.vllm_cfg
+    if cfg is None or not cfg.compile:
+        return
+    if cfg.enforce_eager:
+        yield Violation(
+            (f"{CFG}.compile", f"{CFG}.enforce_eager"), "is true, and so is enforce_eager; expected one of the two"
+        )
+    if "compilation_config" in recipe.policy.generation.vllm_kwargs:
+        yield Violation(
+            (f"{CFG}.compile", f"{KWARGS}.compilation_config"),
+            "is true, and vllm_kwargs.compilation_config says how vLLM compiles; expected one of the two",
+        )
+
+
 def _deterministic(recipe: Recipe, _folder: Path) -> Iterator[Violation]:
     if recipe.deterministic and recipe.policy.generation.backend == "vllm":
         yield Violation(
@@ -144,4 +159,4 @@ def _cpu(recipe: Recipe, _folder: Path) -> Iterator[Violation]:
         )
 
 
-RULES: tuple[Rule, ...] = (_only_with_vllm, _kwargs, _said_twice, _parsers, _switches, _deterministic, _cpu)
+RULES: tuple[Rule, ...] = (_only_with_vllm, _kwargs, _said_twice, _parsers, _switches, _compile, _deterministic, _cpu)

@@ -31,6 +31,10 @@ _MODEL_FACTS = "modelinfos"
 """vLLM's folder of what it found out about its model classes, which takes a process of its own; it checks each by the
 hash of the class's source, so all caches share one."""
 
+_KERNELS = "triton"
+"""Triton's cache knows each kernel by what it was compiled from and for, so all caches share one. Where vLLM compiles
+the model it keeps them in that graph's own folder instead."""
+
 
 @dataclass(frozen=True, slots=True)
 class CompileCache:
@@ -48,7 +52,7 @@ class CompileCache:
     @property
     def environment(self) -> dict[str, str]:
         """Variables that lead vLLM to it."""
-        return {"VLLM_CACHE_ROOT": str(self.folder)}
+        return {"VLLM_CACHE_ROOT": str(self.folder), "TRITON_CACHE_DIR": str(self.folder.parent / _KERNELS)}
 
     def prepare(self) -> None:
         """Make the folder, before vLLM starts."""

@@ -13,8 +13,11 @@ import gc
 import logging
 import os
 
+from gymloop import compat
+
 
 def _load() -> None:
+    compat.write_no_documentation()
     import vllm.v1.engine.core
     from vllm.platforms import current_platform
 

@@ -15,7 +15,8 @@ class VllmSettings:
         tensor_parallel_size: processes, each with a device of its own, that share one model.
         gpu_memory_utilization: share of a GPU's memory that weights, KV cache and activations may take together.
         kv_cache_memory_bytes: of each process; None plans it, see ``vllm.memory``.
-        enforce_eager: no compilation; None compiles on a GPU only.
+        enforce_eager: no CUDA graphs; None captures them on a GPU, the only place that has them.
+        compile: let torch.compile fuse the model's kernels.
         load_format: ``dummy`` starts with random weights, and nothing is served before the first sync.
         kv_cache_dtype: as vLLM names it.
         enable_prefix_caching: requests that begin alike share keys and values.
@@ -27,6 +28,7 @@ class VllmSettings:
     gpu_memory_utilization: float = 0.6
     kv_cache_memory_bytes: int | None = None
     enforce_eager: bool | None = None
+    compile: bool = False
     load_format: str = "auto"
     kv_cache_dtype: str = "auto"
     enable_prefix_caching: bool = True
@@ -47,17 +49,20 @@ class VllmSettings:
             max_model_len: tokens of a full row.
         """
         gpu = device.startswith("cuda")
+        eager = not (gpu or self.compile) if self.enforce_eager is None else self.enforce_eager
+        graphs_alone = {"compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY" if gpu else "NONE"}}
         # On a CPU vLLM dies of a prompt that is split over two steps and whose request has a seed, as ours have.
         whole_prompts = {"enable_chunked_prefill": False, "max_num_batched_tokens": max(4096, max_model_len)}
         return {
             "tensor_parallel_size": self.tensor_parallel_size,
             "gpu_memory_utilization": self.gpu_memory_utilization,
             "kv_cache_memory_bytes": kv_bytes,
-            "enforce_eager": not gpu if self.enforce_eager is None else self.enforce_eager,
+            "enforce_eager": eager,
             "load_format": self.load_format,
             "kv_cache_dtype": self.kv_cache_dtype,
             "enable_prefix_caching": self.enable_prefix_caching,
             "enable_sleep_mode": gpu,
+            **({} if eager or self.compile else graphs_alone),
             **({} if gpu else whole_prompts),
             **self.kwargs,
         }

