@@ -58,7 +58,7 @@ TINY = (
 )
 FIRST_TOKENS = re.compile(r"first sampled tokens after \d")
 FIRST_TOKENS_GOAL_S = {"cold": 60.0, "warm": 25.0}
-KERNEL_CACHES = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "CUDA_CACHE_PATH", "FLASHINFER_WORKSPACE_BASE")
+KERNEL_CACHES = ("TORCHINDUCTOR_CACHE_DIR", "CUDA_CACHE_PATH", "FLASHINFER_WORKSPACE_BASE")
 """Where libraries keep what they compile outside of the engine's own cache."""
 END_S = 60.0
 """A run that was asked to end has this long."""
@@ -183,7 +183,7 @@ def _end(child: subprocess.Popen[str]) -> None:
 
 
 def empty_caches(folder: Path) -> dict[str, str]:
-    """Variables that give a run caches of its own in ``folder``: the user's models, and nothing that was compiled."""
+    """Variables that give a run caches of its own in ``folder``: of graphs and kernels nothing, all else as it is."""
     own = folder / "gymloop"
     own.mkdir(parents=True)
     if cache_root().is_dir():

@@ -14,7 +14,8 @@ import os, subprocess, sys
 from gymloop import bytecode
 from gymloop.cli.main import main
 bytecode.LARGEST = "large"
-assert main(["check", "no.yaml"]) == 2
+sys.argv[1:] = ["check", "no.yaml"]
+assert main() == 2
 print(sys.pycache_prefix)
 import large
 subprocess.run([sys.executable, "-c", "import other"], check=True)
@@ -25,8 +26,8 @@ subprocess.run([sys.executable, "-c", "import other"], check=True)
 def library(tmp_path):
     """Two modules, installed without bytecode."""
     folder = tmp_path / "site"
-    folder.mkdir()
-    (folder / "large.py").write_text("x = 1\n")
+    (folder / "large").mkdir(parents=True)
+    (folder / "large" / "__init__.py").write_text("x = 1\n")
     (folder / "other.py").write_text("x = 2\n")
     return folder
 
@@ -48,14 +49,29 @@ def names(folder):
 
 def test_a_library_that_may_get_no_bytecode_has_it_in_the_cache_of_this_process_and_its_children(library, tmp_path):
     cache = tmp_path / "cache"
-    assert run(library, cache, PYTHONDONTWRITEBYTECODE="1") == str(cache / "bytecode")
+    kept = Path(run(library, cache, PYTHONDONTWRITEBYTECODE="1"))
+    assert kept.parent == cache / "bytecode"
     assert not names(library)
-    assert {"large", "other"} <= names(cache / "bytecode")
+    assert {"__init__", "other"} <= names(kept)
+    assert run(library, cache, PYTHONDONTWRITEBYTECODE="1") == str(kept)
+    (library / "large-2.dist-info").mkdir()
+    assert run(library, cache, PYTHONDONTWRITEBYTECODE="1") != str(kept), "another installation keeps its own"
+
+
+def test_an_unwritable_cache_changes_nothing(library, tmp_path):
+    (tmp_path / "cache").write_text("a file")
+    assert run(library, tmp_path / "cache", PYTHONDONTWRITEBYTECODE="1") == "None"
+
+
+def test_a_relative_cache_is_the_same_for_processes_in_other_folders(library, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    kept = Path(run(library, "cache", PYTHONDONTWRITEBYTECODE="1"))
+    assert kept.parent == tmp_path / "cache" / "bytecode"
 
 
 def test_python_puts_bytecode_where_it_always_does(library, tmp_path):
     assert run(library, tmp_path / "cache") == "None"
-    assert names(library) == {"large", "other"}
+    assert names(library) == {"__init__", "other"}
     assert not (tmp_path / "cache").exists()
 
 
@@ -67,7 +83,7 @@ def test_bytecode_that_is_there_is_used(library, tmp_path):
 
 def test_a_folder_that_somebody_chose_stays(library, tmp_path):
     assert run(library, tmp_path / "cache", PYTHONPYCACHEPREFIX=str(tmp_path / "chosen")) == str(tmp_path / "chosen")
-    assert {"large", "other"} <= names(tmp_path / "chosen")
+    assert {"__init__", "other"} <= names(tmp_path / "chosen")
 
 
 def test_what_cannot_be_written_beside_the_library_is_lost(library, monkeypatch):
@@ -79,4 +95,4 @@ def test_what_cannot_be_written_beside_the_library_is_lost(library, monkeypatch)
     asked = []
     monkeypatch.setattr(os, "access", lambda path, mode: asked.append((path, mode)))  # root may write anywhere
     assert bytecode.is_lost()
-    assert asked == [(library, os.W_OK)]
+    assert asked == [(library / "large", os.W_OK)]

@@ -1,4 +1,4 @@
-"""What Python has compiled of the libraries is kept from one process to the next, wherever they are installed.
+"""What Python has compiled of the libraries is kept from one process of this machine to the next.
 
 Images often set ``PYTHONDONTWRITEBYTECODE``, installers such as uv leave no bytecode, and a folder of another user can
 take none: then every process of a run compiles torch, transformers and vLLM from source again, which takes longer than
@@ -7,6 +7,8 @@ all else that an import does. Where that is so, bytecode is kept in gymloop's ca
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import importlib.util
 import os
 import sys
@@ -34,8 +36,27 @@ def is_lost() -> bool:
 
 
 def keep(folder: Path) -> None:
-    """Keep the bytecode of this process and those it starts in a folder, and look for it there alone."""
+    """Keep the bytecode of this process and those it starts in a folder, and look for it there alone.
+
+    Nothing changes where the folder cannot be written.
+
+    Args:
+        folder: what several installations keep there does not mix.
+    """
+    own = folder / _installation()
+    with contextlib.suppress(OSError):
+        own.mkdir(parents=True, exist_ok=True)
+    if not os.access(own, os.W_OK):
+        return
     os.environ.pop(FORBIDDEN, None)
-    os.environ[PREFIX] = str(folder)
+    os.environ[PREFIX] = str(own)
     sys.dont_write_bytecode = False
-    sys.pycache_prefix = str(folder)
+    sys.pycache_prefix = str(own)
+
+
+def _installation() -> str:
+    """Other for another environment, and after an installation: files of images can share both time and size."""
+    found = importlib.util.find_spec(LARGEST)
+    beside = Path(found.origin).parent.parent if found is not None and found.origin is not None else Path(sys.prefix)
+    parts = (sys.prefix, *sorted(path.name for path in beside.glob("*.dist-info")))
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]

@@ -5,7 +5,6 @@ Supported: transformers 5.17 to 5.24, torch 2.11 to 2.14. Code elsewhere asks th
 
 from __future__ import annotations
 
-import functools
 import importlib
 import inspect
 from collections.abc import Callable
@@ -16,15 +15,14 @@ from gymloop.gpu import gpu_of
 Precision = Literal["float32", "bfloat16"]
 
 
-@functools.cache
-def write_no_documentation() -> None:
+def skip_docstrings() -> None:
     """Let transformers import a model's configuration without the model's code, in this process from here on.
 
-    Before 5.20 the docstring that it writes for every class of a model needs that code, seconds of imports.
+    Before 5.21 the docstring that it writes for every class of a model needs that code, seconds of imports.
     """
     from transformers import __version__
 
-    if tuple(map(int, __version__.split(".")[:2])) < (5, 20):
+    if tuple(map(int, __version__.split(".")[:2])) < (5, 21):
         writer = importlib.import_module("transformers.utils.auto_docstring")
         writer.auto_class_docstring = lambda cls, **_: cls  # type: ignore[attr-defined]
 

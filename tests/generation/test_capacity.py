@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import subprocess
 import sys
 
 import pytest
 
+from gymloop import compat
 from gymloop.errors import ConfigError
 from gymloop.generation import capacity
 
@@ -35,6 +37,23 @@ def test_reading_a_configuration_imports_no_models_code(toy):
     )
     done = subprocess.run([sys.executable, "-c", code, toy("q")], capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stdout) == (0, "set()\n"), done.stderr
+
+
+@pytest.mark.parametrize(
+    ("version", "skips"), [("5.17.0", True), ("5.20.1", True), ("5.21.0", False), ("5.24.0", False)]
+)
+def test_docstrings_are_skipped_where_they_need_a_models_code(monkeypatch, version, skips):
+    writer = importlib.import_module("transformers.utils.auto_docstring")
+    before = writer.auto_class_docstring
+    monkeypatch.setattr(writer, "auto_class_docstring", before)  # put back afterwards
+    monkeypatch.setattr(sys.modules["transformers"], "__version__", version)
+    compat.skip_docstrings()
+    assert (writer.auto_class_docstring is not before) is skips
+
+    class Documented:
+        pass
+
+    assert not skips or writer.auto_docstring(Documented) is Documented
 
 
 def test_a_row_is_keys_and_values_of_all_layers(toy):

@@ -126,6 +126,8 @@ def test_a_compile_cache_is_hit_by_the_same_start_only(tmp_path, monkeypatch):
     assert compile_cache(tmp_path, arguments, "0.31.0", "cpu").found == "miss"
     assert compile_cache(tmp_path, {**arguments, "max_num_seqs": 9}, "0.32.0", "cpu").found == "miss"
     assert compile_cache(tmp_path, {**arguments, "enforce_eager": True}, "0.32.0", "cpu").found == "off"
+    graphs_alone = VllmSettings().arguments("cuda", 1, 64)
+    assert compile_cache(tmp_path, graphs_alone, "0.32.0", "cpu").found == "miss", "kernels are compiled in any case"
 
 
 def test_what_another_process_writes_by_the_path_is_read_here_and_outlives_it():

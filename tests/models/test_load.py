@@ -11,18 +11,19 @@ import torch
 from transformers import Gemma2Config, Gemma2ForCausalLM
 
 from gymloop.errors import ConfigError
-from gymloop.models.load import load_causal_lm, tensor_bytes
+from gymloop.models.load import load_causal_lm, tensor_bytes, tensor_elements
 
 
 def test_sizes_come_from_the_files_headers(toy):
     sizes = tensor_bytes(toy("q"))
     model = load_causal_lm(toy("q"), "float32", "cpu")
     assert sizes == {name: tensor.numel() * 4 for name, tensor in model.state_dict().items()}
+    assert tensor_elements(toy("q")) == {name: tensor.numel() for name, tensor in model.state_dict().items()}
 
 
 def test_an_unreadable_file_has_no_sizes(tmp_path):
     (tmp_path / "model.safetensors").write_bytes(b"\xff" * 40)
-    assert tensor_bytes(tmp_path) == {}
+    assert tensor_bytes(tmp_path) == tensor_elements(tmp_path) == {}
 
 
 def test_progress_rises_from_nothing_to_all_bytes(toy):

@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, Gemma3Config, LlamaConfig
+from transformers import AutoConfig, LlamaConfig
 
 from gymloop.algorithms.batch import TrainBatch, TrainSequence
 from gymloop.config.schema import Loss, OptimizerKwargs
 from gymloop.errors import ConfigError
-from gymloop.models.load import tensor_bytes
+from gymloop.models.load import tensor_elements
 from gymloop.models.tensors import persistent_buffers
 from gymloop.policy import residence
 from gymloop.policy.residence import (
@@ -226,7 +226,7 @@ def test_memory_reserved_too_small_is_unlocked_and_made_anew_with_room_for_the_m
     assert held < laid_out(worker) <= second.block.numel()
 
 
-def test_an_error_of_the_thread_is_raised_where_its_memory_is_asked_for_and_once(tiny):
+def test_memory_that_could_not_be_reserved_is_asked_for_once_more(tiny):
     worker, memory = worker_of(tiny("llama"), "float32"), Memory()
 
     def refuse_the_reservation(nbytes):
@@ -236,8 +236,6 @@ def test_an_error_of_the_thread_is_raised_where_its_memory_is_asked_for_and_once
 
     place = Residence("cuda", refuse_the_reservation)
     place.reserve(1 << 20)
-    with pytest.raises(MemoryError, match="not that much"):
-        to_host(place, worker)
     to_host(place, worker)
     assert inside(memory.made[0].block, worker)
     place.close()
@@ -260,10 +258,20 @@ def test_what_is_reserved_and_never_used_is_given_back_also_while_it_is_made(don
 
 
 def test_a_reservation_that_failed_can_be_closed(caplog):
-    place = Residence("cuda", lambda nbytes: pytest.fail("no memory"))
+    tried = threading.Event()
+
+    def refuse(nbytes):
+        tried.set()
+        raise MemoryError("not that much")
+
+    place = Residence("cuda", refuse)
     place.reserve(4096)
     place.close()
     place.close()
+    assert tried.wait(10)
+    for thread in threading.enumerate():
+        if thread.name == "page-locking":
+            thread.join(10)
     assert not caplog.records
 
 
@@ -323,7 +331,7 @@ def test_a_tied_head_that_the_checkpoint_holds_is_counted_once(tiny, tmp_path):
     save_file(stored | {"lm_head.weight": head}, folder / "model.safetensors", {"format": "pt"})
     config = AutoConfig.from_pretrained(folder)
     with_head, without = (
-        estimated_bytes(tensor_bytes(one), config, "bfloat16", reference=True) for one in (folder, tiny("llama"))
+        estimated_bytes(tensor_elements(one), config, "bfloat16", reference=True) for one in (folder, tiny("llama"))
     )
     assert with_head == without
     worker, memory = unloaded(folder, "bfloat16", device="cuda", starts_on_host=True), Memory()
@@ -341,15 +349,10 @@ def test_a_tied_head_that_the_checkpoint_holds_is_counted_once(tiny, tmp_path):
         ("float32", True, 150 * (4 + 4 + 8) + 2 * 2 * 2048),
     ],
 )
-@pytest.mark.parametrize(("stored", "itemsize"), [("bfloat16", 2), ("float32", 4), (None, 4)])
-def test_the_estimate_by_hand(precision, reference, expected, stored, itemsize):
-    sizes = {"embed": 100 * itemsize, "lm_head.weight": 50 * itemsize}
-    config = LlamaConfig(dtype=stored, tie_word_embeddings=False)
-    assert estimated_bytes(sizes, config, precision, reference=reference) == expected
-
-
-def test_the_estimate_of_a_model_with_several_parts_finds_the_type_where_it_is():
-    assert estimated_bytes({"a": 200}, Gemma3Config(dtype="bfloat16"), "float32", reference=False) == 1200 + 2048
+def test_the_estimate_by_hand(precision, reference, expected):
+    elements = {"embed": 100, "lm_head.weight": 50}
+    config = LlamaConfig(tie_word_embeddings=False)
+    assert estimated_bytes(elements, config, precision, reference=reference) == expected
 
 
 def test_a_folder_that_cannot_be_read_reserves_nothing_and_loading_says_why(tmp_path):

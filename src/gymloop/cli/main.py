@@ -269,7 +269,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             args = parse(sys.argv[1:] if argv is None else argv)
         except SystemExit as end:  # argparse's way of ending: 0 after --help, 2 after a message
             return int(end.code or 0)
-        _keep_bytecode()
+        if argv is None:  # this process is the command's own
+            _keep_bytecode()
         code = int(importlib.import_module(args.module).run(args))
         sys.stdout.flush()
         return code

@@ -7,6 +7,9 @@ from collections.abc import Iterator
 from gymloop.config.rules.saving import VALIDATION
 from gymloop.config.schema import Generation, Recipe, VllmCfg
 
+MANY_STEPS = 100
+"""A tenth of their sampling is more than half a minute."""
+
 
 def notes(recipe: Recipe) -> Iterator[str]:
     """One sentence each."""
@@ -26,10 +29,26 @@ def notes(recipe: Recipe) -> Iterator[str]:
             f"checkpoints between validations have no {saving.metric_name}: checkpointing.save_period "
             f"{saving.save_period} is no multiple of grpo.val_period {grpo.val_period}"
         )
+    if _samples_long_uncompiled(recipe):
+        yield (
+            "policy.generation.vllm_cfg.compile is false: a long run may win more tokens/s by it than a longer first "
+            "start costs"
+        )
     in_flight = min(recipe.rollouts.max_concurrency, grpo.num_prompts_per_step * grpo.num_generations_per_prompt)
     rows, key = _rows(generation)
     if in_flight > rows:
         yield f"{in_flight} rollouts are in flight and the engine decodes {rows} at once ({key}): the others wait"
+
+
+def _samples_long_uncompiled(recipe: Recipe) -> bool:
+    generation = recipe.policy.generation
+    cfg = generation.vllm_cfg or VllmCfg()
+    return (
+        generation.backend == "vllm"
+        and recipe.cluster.gpus_per_node > 0
+        and recipe.grpo.max_num_steps >= MANY_STEPS
+        and not (cfg.compile or cfg.enforce_eager or "compilation_config" in generation.vllm_kwargs)
+    )
 
 
 def _rows(generation: Generation) -> tuple[int, str]:

@@ -290,10 +290,10 @@ class VllmCfg(Section):
     max_model_len: PositiveInt | None = None
     """NeMo RL's second place for the context limit; null, or what ``policy.max_total_sequence_length`` says."""
     enforce_eager: bool | None = None
-    """True captures no CUDA graphs; null is false on a GPU and true on a CPU, which has none."""
+    """True captures no CUDA graphs; null is false on a GPU and true on a CPU, which has none in any case."""
     compile: bool = False
-    """True lets torch.compile fuse the model's kernels: half a minute more at a first start, some seconds at later
-    ones, and faster steps where a step mixes prompts with samples, as with rollouts of many turns on a large model."""
+    """True lets torch.compile fuse the model's kernels: half a minute more at a first start, 5 s at later ones, and a
+    tenth more tokens/s, as measured on a GPU. ``vllm_kwargs.compilation_config`` says all of it itself instead."""
     load_format: Literal["auto", "safetensors", "dummy"] | None = "auto"
     """``dummy`` reads no weights, and serves nothing before the first weight sync, which brings all that a checkpoint
     holds; what vLLM keeps beside that, such as a vision model's input norm, stays random. Null means ``auto``."""

@@ -7,6 +7,7 @@ goes over the parameters under a progress bar, and that bar is replaced.
 from __future__ import annotations
 
 import json
+import math
 import struct
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -71,17 +72,25 @@ def tensor_bytes(folder: str | Path) -> dict[str, int]:
     The format (huggingface/safetensors): eight bytes of little-endian length, a JSON header, then the tensors.
     Unreadable files have no share: loading says what is wrong with them.
     """
-    sizes: dict[str, int] = {}
+    return _of_headers(folder, lambda entry: int(entry["data_offsets"][1]) - int(entry["data_offsets"][0]))
+
+
+def tensor_elements(folder: str | Path) -> dict[str, int]:
+    """Number of elements of each of them."""
+    return _of_headers(folder, lambda entry: math.prod(map(int, entry["shape"])))
+
+
+def _of_headers(folder: str | Path, told: Callable[[dict[str, Any]], int]) -> dict[str, int]:
+    found: dict[str, int] = {}
     for path in sorted(Path(folder).glob("model*.safetensors")):
         try:
             with path.open("rb") as file:
                 (length,) = struct.unpack("<Q", file.read(8))
                 header = json.loads(file.read(min(length, _LONGEST_HEADER)))
-            entries = {name: entry["data_offsets"] for name, entry in header.items() if name != "__metadata__"}
-            sizes |= {name: end - begin for name, (begin, end) in entries.items()}
-        except (OSError, ValueError, struct.error, KeyError, TypeError, AttributeError):
+            found |= {name: told(entry) for name, entry in header.items() if name != "__metadata__"}
+        except (OSError, ValueError, struct.error, KeyError, TypeError, AttributeError, IndexError):
             continue
-    return sizes
+    return found
 
 
 @contextmanager

@@ -27,11 +27,14 @@ _ASIDE = ".aside-"
 
 
 def cache_root() -> Path:
-    """``$GYMLOOP_CACHE``, else ``$XDG_CACHE_HOME/gymloop``, else ``~/.cache/gymloop``."""
+    """``$GYMLOOP_CACHE``, else ``$XDG_CACHE_HOME/gymloop``, else ``~/.cache/gymloop``.
+
+    Absolute: processes that are started in other folders use it too.
+    """
     if own := os.environ.get("GYMLOOP_CACHE"):
-        return Path(own).expanduser()
+        return Path(own).expanduser().absolute()
     if shared := os.environ.get("XDG_CACHE_HOME"):
-        return Path(shared).expanduser() / "gymloop"
+        return Path(shared).expanduser().absolute() / "gymloop"
     return Path.home() / ".cache" / "gymloop"
 
 

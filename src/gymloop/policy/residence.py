@@ -31,13 +31,13 @@ TENSOR_ROOM = 1024
 """Bytes per tensor beside its own: what aligns it and its moments, and the optimizer's count of its steps."""
 
 
-def estimated_bytes(sizes: Mapping[str, int], config: Any, precision: str, *, reference: bool) -> int:
+def estimated_bytes(elements: Mapping[str, int], config: Any, precision: str, *, reference: bool) -> int:
     """Bytes that ``Residence.to_host`` will ask for, told from the checkpoint before there is a model.
 
     A little too much: every tensor's room counts twice, for the buffers of a model that no checkpoint holds.
 
     Args:
-        sizes: bytes by name, as ``models.load.tensor_bytes`` gives them.
+        elements: by name, as ``models.load.tensor_elements`` counts them.
         config: the model's configuration.
         precision: of the compute copy: ``float32`` or ``bfloat16``.
         reference: whether there is one.
@@ -45,14 +45,12 @@ def estimated_bytes(sizes: Mapping[str, int], config: Any, precision: str, *, re
     text = config.get_text_config(decoder=True)
     # Some checkpoints hold a tied head beside the embeddings, a fifth of a small model.
     tied = getattr(text, "tie_word_embeddings", False)
-    owned = [size for name, size in sizes.items() if not (tied and name.endswith("lm_head.weight"))]
-    stored = text.dtype or config.dtype or torch.float32  # a config that does not say is of the time of float32
-    elements = sum(owned) // stored.itemsize
+    owned = [count for name, count in elements.items() if not (tied and name.endswith("lm_head.weight"))]
     compute = getattr(torch, precision).itemsize
     kept = [compute] * (2 if reference else 1)
     if precision != "float32":
         kept.append(FLOAT32_BYTES)  # the masters, which in float32 are the parameters
-    return elements * (sum(kept) + 2 * FLOAT32_BYTES) + len(owned) * len(kept) * 2 * TENSOR_ROOM
+    return sum(owned) * (sum(kept) + 2 * FLOAT32_BYTES) + len(owned) * len(kept) * 2 * TENSOR_ROOM
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,9 +156,6 @@ class Residence:
 
         There is room for the optimizer's moments from the beginning: page-locking takes seconds, which the startup has
         beside its other tasks and a step has not.
-
-        Raises:
-            Exception: what ended the thread of ``reserve``; asked again, the memory is made anew.
         """
         held = slots(models, optimizer)
         if self._device.type == "cpu" or (self._host and all(slot.tensor.device.type == "cpu" for slot in held)):
@@ -185,11 +180,10 @@ class Residence:
         least = nbytes
         if self._begun is not None:
             least += room  # else the moments would not fit, and a step would page-lock
-            try:
+            begun, self._begun = self._begun, None
+            if begun.exception() is None:  # else it was too much, perhaps: what is needed is asked for once more
                 # bounded: by the thread's own work; the startup task's deadline ends one that is stuck
-                self._host = self._begun.result()
-            finally:
-                self._begun = None
+                self._host = begun.result()
         if self._host is None or self._host.block.numel() < least:
             self.close()
             self._host = self._memory(nbytes + room)

@@ -26,7 +26,7 @@ from gymloop.algorithms.step import split
 from gymloop.compat import settle_precision
 from gymloop.errors import DataError
 from gymloop.garbage import uncollected
-from gymloop.models.load import load_causal_lm, tensor_bytes
+from gymloop.models.load import load_causal_lm, tensor_elements
 from gymloop.models.tensors import checkpoint_tensors
 from gymloop.policy import state
 from gymloop.policy.forward import (
@@ -263,13 +263,13 @@ class PolicyWorker:
         """Begin to page-lock what the policy will lie in: it takes as long as what is done meanwhile."""
         from transformers import AutoConfig
 
-        sizes = tensor_bytes(self.spec.model_folder)
-        if not sizes:
+        elements = tensor_elements(self.spec.model_folder)
+        if not elements:
             return
         reference = self.spec.loss.reference_policy_kl_penalty > 0
         try:
             config = AutoConfig.from_pretrained(self.spec.model_folder, local_files_only=True)
-            nbytes = estimated_bytes(sizes, config, precision, reference=reference)
+            nbytes = estimated_bytes(elements, config, precision, reference=reference)
         except (OSError, ValueError, KeyError):
             return  # loading says what is wrong with the folder
         self._residence.reserve(nbytes)

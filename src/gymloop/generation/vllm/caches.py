@@ -32,8 +32,7 @@ _MODEL_FACTS = "modelinfos"
 hash of the class's source, so all caches share one."""
 
 _KERNELS = "triton"
-"""Triton's cache knows each kernel by what it was compiled from and for, so all caches share one. Where vLLM compiles
-the model it keeps them in that graph's own folder instead."""
+"""Triton's cache knows each kernel by what it was compiled from and for, so all caches share one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +41,8 @@ class CompileCache:
 
     Attributes:
         folder: given to vLLM as its cache root.
-        found: ``hit`` where a start with the same key came to its end before, ``miss`` where none did, ``off`` where
-            nothing is compiled.
+        found: ``hit`` where a start with the same key came to its end before, so that what it compiled is there, be it
+            kernels alone; ``miss`` where none did; ``off`` with ``enforce_eager``.
     """
 
     folder: Path

@@ -17,7 +17,7 @@ from gymloop import compat
 
 
 def _load() -> None:
-    compat.write_no_documentation()
+    compat.skip_docstrings()
     import vllm.v1.engine.core
     from vllm.platforms import current_platform
 

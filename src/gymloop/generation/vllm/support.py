@@ -109,7 +109,7 @@ def probe(device: str | None = None) -> Build:
 
 
 def _require_device(version: str, device: str) -> None:
-    """vLLM computes where it was built for, whatever the plan says: memory would be planned for another place."""
+    """vLLM computes where it was built for, whatever the plan says: memory was planned for another place."""
     from vllm.platforms import current_platform
 
     found, wanted = str(current_platform.device_type), device.partition(":")[0]

@@ -25,7 +25,7 @@ from gymloop.startup.sockets import hold_socket
 
 HOST = "127.0.0.1"
 _LAUNCH = Path(__file__).with_name("launch.py")
-_UNWANTED = ("PYTHONHOME", "PYTHONPATH", "PYTHONSTARTUP", "VIRTUAL_ENV", "GYMLOOP_API_KEY")
+_UNWANTED = ("PYTHONHOME", "PYTHONPATH", "PYTHONPYCACHEPREFIX", "PYTHONSTARTUP", "VIRTUAL_ENV", "GYMLOOP_API_KEY")
 """Of this process's interpreter, and the key to its generation server: not for others."""
 
 
