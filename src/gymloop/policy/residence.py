@@ -140,7 +140,7 @@ class Residence:
         def make() -> None:
             try:
                 begun.set_result(self._memory(nbytes))
-            except BaseException as error:  # noqa: BLE001  (not swallowed: it travels to whoever asks for the memory)
+            except BaseException as error:  # noqa: BLE001  (whoever asks for the memory makes it anew)
                 begun.set_exception(error)
 
         threading.Thread(target=make, name="page-locking", daemon=True).start()
