@@ -10,7 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from gymloop.compat import settle_precision
+
 RECIPE = Path(__file__).parents[2] / "recipes" / "quickstart.yaml"
+
+MISMATCH = {"float32": ("mismatch/max_abs_logprob_diff", 1e-3), "bfloat16": ("mismatch/kl", 5e-3)}
+"""A logit rounded to bfloat16 moves a single logprob by tenths; engine and trainer must still be of one distribution."""
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 
@@ -37,7 +42,8 @@ def test_the_quickstart_learns_to_use_its_tool(tmp_path):
     values, steps = rewards(tmp_path)
     assert rise(values) >= 0.25, values
     assert all(entry["tools/rollouts_with_calls"] > 0 for entry in steps[1:])
-    assert max(entry["mismatch/max_abs_logprob_diff"] for entry in steps[1:]) < 1e-3
+    name, most = MISMATCH[settle_precision("auto", "cpu")]
+    assert max(entry[name] for entry in steps[1:]) < most
 
 
 def test_without_a_learning_rate_the_reward_does_not_rise(tmp_path):
