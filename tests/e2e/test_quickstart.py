@@ -15,7 +15,7 @@ from gymloop.compat import settle_precision
 RECIPE = Path(__file__).parents[2] / "recipes" / "quickstart.yaml"
 
 MISMATCH = {"float32": ("mismatch/max_abs_logprob_diff", 1e-3), "bfloat16": ("mismatch/kl", 5e-3)}
-"""A logit rounded to bfloat16 moves a single logprob by tenths; engine and trainer must still be of one distribution."""
+"""A logit that is rounded to bfloat16 moves a single logprob by tenths, and the distribution hardly."""
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 
