@@ -15,6 +15,8 @@ import numpy as np
 import yaml
 from safetensors.numpy import load_file
 
+from gymloop.compat import settle_precision
+
 MARK = "GYMLOOP_TEST_TREE"
 START_LIMIT_S = 150
 ON_VLLM = (
@@ -116,6 +118,20 @@ class Home:
         for pid in self.processes():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
+
+
+def engine_and_trainer_agree(metrics: dict[str, float], most: float) -> bool:
+    """Whether a step's logprobs are of the same weights, in the precision that this CPU computes in by default.
+
+    A logit that is rounded to bfloat16 moves a single logprob by tenths, and the distribution hardly.
+
+    Args:
+        metrics: of the step.
+        most: difference of two logprobs in float32.
+    """
+    if settle_precision("auto", "cpu") == "bfloat16":
+        return metrics["mismatch/kl"] < 5e-3
+    return metrics["mismatch/max_abs_logprob_diff"] < most
 
 
 def gone(home: Home, within_s: float) -> bool:

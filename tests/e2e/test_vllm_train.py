@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import toys
-from homes import ON_VLLM, Home, gone
+from homes import ON_VLLM, Home, engine_and_trainer_agree, gone
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
@@ -39,7 +39,6 @@ def test_a_run_on_vllm_trains_on_what_was_sampled_and_leaves_nothing_behind(home
     assert gone(home, 15), home.processes()
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_the_quickstarts_first_steps_call_tools_on_vllm(tmp_path):
     """The real model and its tools: parser, template, tied head and weight syncs as a user has them."""
@@ -57,4 +56,4 @@ def test_the_quickstarts_first_steps_call_tools_on_vllm(tmp_path):
     for entry in steps:
         assert entry["tools/rollouts_with_calls"] > 0.2, entry
         assert entry["reward/mean"] > 0, entry
-        assert entry["mismatch/max_abs_logprob_diff"] < 1e-2, entry
+        assert engine_and_trainer_agree(entry, most=1e-2), entry
