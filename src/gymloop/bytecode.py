@@ -21,29 +21,35 @@ FORBIDDEN = "PYTHONDONTWRITEBYTECODE"
 PREFIX = "PYTHONPYCACHEPREFIX"
 
 
-def is_lost() -> bool:
-    """Whether every process compiles the largest library again: it has no bytecode, and nothing will give it any."""
-    if sys.pycache_prefix is not None:  # a folder that somebody chose
-        return False
+def lost() -> Path | None:
+    """The folder of installed libraries that every process compiles again: they have no bytecode, and get none.
+
+    Returns:
+        None where they have it, or get it, or where somebody chose a folder for it.
+    """
+    if sys.pycache_prefix is not None:
+        return None
     found = importlib.util.find_spec(LARGEST)
     if found is None or found.origin is None or not found.origin.endswith(".py"):
-        return False
+        return None
+    package = Path(found.origin).parent
     compiled = Path(cache_from_source(found.origin))
     if compiled.is_file():
-        return False
-    folder = compiled.parent
-    return sys.dont_write_bytecode or not os.access(folder if folder.exists() else folder.parent, os.W_OK)
+        return None
+    nearest = compiled.parent if compiled.parent.exists() else package
+    return package.parent if sys.dont_write_bytecode or not os.access(nearest, os.W_OK) else None
 
 
-def keep(folder: Path) -> None:
+def keep(folder: Path, libraries: Path) -> None:
     """Keep the bytecode of this process and those it starts in a folder, and look for it there alone.
 
     Nothing changes where the folder cannot be written.
 
     Args:
         folder: what several installations keep there does not mix.
+        libraries: as ``lost`` tells.
     """
-    own = folder / _installation()
+    own = folder / _named(libraries)
     with contextlib.suppress(OSError):
         own.mkdir(parents=True, exist_ok=True)
     if not os.access(own, os.W_OK):
@@ -54,9 +60,7 @@ def keep(folder: Path) -> None:
     sys.pycache_prefix = str(own)
 
 
-def _installation() -> str:
+def _named(libraries: Path) -> str:
     """Other for another environment, and after an installation: files of images can share both time and size."""
-    found = importlib.util.find_spec(LARGEST)
-    beside = Path(found.origin).parent.parent if found is not None and found.origin is not None else Path(sys.prefix)
-    parts = (sys.prefix, *sorted(path.name for path in beside.glob("*.dist-info")))
+    parts = (sys.prefix, *sorted(path.name for path in libraries.glob("*.dist-info")))
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]

@@ -1,6 +1,8 @@
 """What the vLLM engine decides by itself, without a vLLM: versions, seeds, memory, arguments, errors, shared bytes."""
 
+import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -18,6 +20,7 @@ from gymloop.generation.vllm.extension import as_its_loader_names_them, unknown_
 from gymloop.generation.vllm.request import draw_seed
 from gymloop.generation.vllm.settings import VllmSettings
 from gymloop.generation.vllm.shared_bytes import SharedBytes
+from gymloop.models.load import tensor_bytes
 
 
 @pytest.mark.parametrize("version", ["0.25.0", "0.25", "0.32.0", "0.32.1.dev3+cpu"])
@@ -76,6 +79,15 @@ def test_the_cache_takes_what_there_is_and_halves_with_fp8_and_two_ranks():
     whole = memory.kv_cache_bytes(CONFIG, "bfloat16", "auto", 256, 4, 1 << 40)
     assert memory.kv_cache_bytes(CONFIG, "bfloat16", "fp8", 256, 4, 1 << 40) * 2 == whole
     assert memory.kv_cache_bytes(CONFIG, "bfloat16", "auto", 256, 4, 1 << 40, ranks=2) * 2 == whole
+
+
+def test_weights_are_counted_as_they_will_be_held_whatever_the_config_says_of_their_type(toy, tmp_path):
+    folder = shutil.copytree(toy("q"), tmp_path / "model")
+    whole = sum(tensor_bytes(folder).values())
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"dtype": "bfloat16"}))
+    assert memory.weight_bytes(folder, "float32") == whole, "the file holds float32"
+    assert memory.weight_bytes(folder, "bfloat16") * 2 == whole
 
 
 def test_a_cache_without_room_for_one_row_is_refused_with_the_keys_to_change():

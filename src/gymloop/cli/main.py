@@ -256,10 +256,11 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def _keep_bytecode() -> None:
-    if bytecode.is_lost():
+    libraries = bytecode.lost()
+    if libraries is not None:
         from gymloop.models.store import cache_root
 
-        bytecode.keep(cache_root() / "bytecode")
+        bytecode.keep(cache_root() / "bytecode", libraries)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -46,7 +46,8 @@ PORTS_TRIED = 100
 """How far above a taken port a free one is looked for."""
 FETCH = (sys.executable, "-m", "gymloop.cli.main", "models", "fetch")
 REQUEST_TIMEOUT_S = 3600.0
-POLL_S = 0.2
+POLL_S = 0.05
+"""So that a state of a tenth of a second, which is what a small model's weights take, is seen."""
 SUMMARY_S = 10.0
 CLOSE_LIMIT_S = 15.0
 """For requests in flight, the server and the engine's running step; then the process ends all the same."""

@@ -13,7 +13,7 @@ from typing import Any
 from gymloop.errors import ConfigError
 from gymloop.generation import capacity
 from gymloop.gpu import gpu_of
-from gymloop.models.load import tensor_bytes
+from gymloop.models.load import tensor_elements
 
 BLOCK_TOKENS = 128
 """vLLM's largest default block; a row's last block is counted whole."""
@@ -77,6 +77,4 @@ def room_for_cache(weights: int, device: str, share: float, ranks: int = 1) -> i
 
 def weight_bytes(folder: Path, precision: str) -> int:
     """Bytes of a checkpoint's weights once they are held in ``precision``."""
-    dtype = getattr(capacity.text_config(folder), "dtype", None)
-    stored = getattr(dtype, "itemsize", 4)  # a config that does not say is of the time of float32
-    return sum(tensor_bytes(folder).values()) * _BYTES[precision] // stored
+    return sum(tensor_elements(folder).values()) * _BYTES[precision]

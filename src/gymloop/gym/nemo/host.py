@@ -19,13 +19,13 @@ import orjson
 from gymloop.errors import ConfigError
 from gymloop.gym.nemo.blocks import POLICY_MODEL, Block, Blocks
 from gymloop.gym.nemo.gym import Gym
-from gymloop.gym.nemo.install import Installation
+from gymloop.gym.nemo.install import OF_THIS_INTERPRETER, Installation
 from gymloop.gym.nemo.server import Command, NemoGymServer
 from gymloop.startup.sockets import hold_socket
 
 HOST = "127.0.0.1"
 _LAUNCH = Path(__file__).with_name("launch.py")
-_UNWANTED = ("PYTHONHOME", "PYTHONPATH", "PYTHONPYCACHEPREFIX", "PYTHONSTARTUP", "VIRTUAL_ENV", "GYMLOOP_API_KEY")
+_UNWANTED = (*OF_THIS_INTERPRETER, "PYTHONSTARTUP", "VIRTUAL_ENV", "GYMLOOP_API_KEY")
 """Of this process's interpreter, and the key to its generation server: not for others."""
 
 

@@ -41,8 +41,8 @@ _RECIPE = 1
 _LOCK_S = 1800.0
 _STEP_S = 1500.0
 _TAIL_LINES = 15
-_UNWANTED = ("PYTHONPATH", "PYTHONHOME", "PYTHONPYCACHEPREFIX")
-"""Of this process's interpreter: the environment has a place of its own for what it imports and compiles."""
+OF_THIS_INTERPRETER = ("PYTHONPATH", "PYTHONHOME", "PYTHONPYCACHEPREFIX")
+"""Variables that another one does without: it has a place of its own for what it imports and compiles."""
 
 Say = Callable[[str], None]
 
@@ -211,7 +211,7 @@ def _installer(python: str) -> list[str]:
 
 def _step(command: Sequence[str], what: str) -> None:
     # Not in the folder of the caller: a uv.toml or pyproject.toml above it would be obeyed.
-    environ = {name: value for name, value in os.environ.items() if name not in _UNWANTED}
+    environ = {name: value for name, value in os.environ.items() if name not in OF_THIS_INTERPRETER}
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, timeout=_STEP_S, cwd=root(), env=environ, check=False
