@@ -1,11 +1,16 @@
 """Each signal is more urgent than the one before; the second and third also work while the event loop is blocked."""
 
+import asyncio
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
+import uvloop
+
+from gymloop.training.stop import Stopped, StopSignal
 
 PROGRAM = """
 import asyncio, sys, time
@@ -75,3 +80,26 @@ def test_a_teardown_that_blocks_after_the_second_signal_is_cut_short():
     child.send_signal(signal.SIGTERM)
     child.communicate(timeout=20)
     assert child.returncode == 143
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("new_loop", [asyncio.new_event_loop, uvloop.new_event_loop])
+def test_a_loop_that_waits_wakes_for_a_signal_that_does_not_interrupt_its_wait(number, new_loop):
+    """As one that comes a moment before the wait begins: here it comes to another thread."""
+
+    async def wait():
+        stop = StopSignal()
+        before = signal.getsignal(number)
+        with stop.installed(asyncio.current_task()):
+            elsewhere = threading.Timer(0.2, lambda: signal.pthread_kill(threading.get_ident(), number))
+            elsewhere.start()
+            began = time.monotonic()
+            with pytest.raises(Stopped):
+                await asyncio.wait_for(stop.watch(), 60)
+            waited = time.monotonic() - began
+            elsewhere.join()
+        assert (stop.exit_code, signal.getsignal(number)) == (128 + number, before)
+        return waited
+
+    with asyncio.Runner(loop_factory=new_loop) as runner:
+        assert runner.run(wait()) < 20

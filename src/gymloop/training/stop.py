@@ -8,7 +8,8 @@
 
 A process that just ends leaves nothing behind all the same: the kernel kills what is tied to it (``gymloop.lifeline``).
 The handlers run between two instructions of the main thread, so the second and third also work while an environment
-blocks the event loop.
+blocks the event loop. A loop that waits is woken for them, also by a signal that came a moment before its wait began or
+to another thread: the system call that waits is not interrupted by those.
 """
 
 from __future__ import annotations
@@ -73,12 +74,15 @@ class StopSignal:
 
         self._handle = handle
         before = {number: signal.getsignal(number) for number in SIGNALS}
+        for number in SIGNALS:
+            loop.add_signal_handler(number, _woken)
         self.claim()
         try:
             yield
         finally:
             self._handle = None
             for number, handler in before.items():
+                loop.remove_signal_handler(number)
                 signal.signal(number, handler)
 
     def claim(self) -> None:
@@ -99,3 +103,7 @@ class StopSignal:
         """Raises Stopped once the run was asked to stop."""
         await self._event.wait()  # bounded: by the work it runs beside; it is cancelled when that ends
         raise Stopped(self.exit_code)
+
+
+def _woken() -> None:
+    """The loop's part of a signal: being awake. Registered, the signal writes to a descriptor that the loop watches."""
