@@ -1,6 +1,7 @@
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -56,6 +57,16 @@ def test_a_library_that_may_get_no_bytecode_has_it_in_the_cache_of_this_process_
     assert run(library, cache, PYTHONDONTWRITEBYTECODE="1") == str(kept)
     (library / "large-2.dist-info").mkdir()
     assert run(library, cache, PYTHONDONTWRITEBYTECODE="1") != str(kept), "another installation keeps its own"
+
+
+def test_what_no_command_has_used_for_a_month_is_removed(library, tmp_path):
+    kept = Path(run(library, tmp_path / "cache", PYTHONDONTWRITEBYTECODE="1"))
+    unused, used = kept.parent / "unused", kept.parent / "used"
+    for folder, days in ((unused, 31), (used, 29), (kept, 31)):
+        (folder / "deep").mkdir(parents=True)
+        os.utime(folder, times=(time.time() - days * 86400,) * 2)
+    run(library, tmp_path / "cache", PYTHONDONTWRITEBYTECODE="1")
+    assert set(kept.parent.iterdir()) == {kept, used}
 
 
 def test_an_unwritable_cache_changes_nothing(library, tmp_path):

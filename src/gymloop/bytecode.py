@@ -11,7 +11,9 @@ import contextlib
 import hashlib
 import importlib.util
 import os
+import shutil
 import sys
+import time
 from importlib.util import cache_from_source
 from pathlib import Path
 
@@ -19,6 +21,8 @@ LARGEST = "torch"
 """Whatever installed it installed the others."""
 FORBIDDEN = "PYTHONDONTWRITEBYTECODE"
 PREFIX = "PYTHONPYCACHEPREFIX"
+UNUSED_S = 30 * 86400.0
+"""What no command has used for so long is removed: each installation keeps some hundred megabytes."""
 
 
 def lost() -> Path | None:
@@ -46,14 +50,16 @@ def keep(folder: Path, libraries: Path) -> None:
     Nothing changes where the folder cannot be written.
 
     Args:
-        folder: what several installations keep there does not mix.
+        folder: what several installations keep there does not mix; it holds nothing else.
         libraries: as ``lost`` tells.
     """
     own = folder / _named(libraries)
     with contextlib.suppress(OSError):
         own.mkdir(parents=True, exist_ok=True)
+        os.utime(own)
     if not os.access(own, os.W_OK):
         return
+    _prune(folder)
     os.environ.pop(FORBIDDEN, None)
     os.environ[PREFIX] = str(own)
     sys.dont_write_bytecode = False
@@ -64,3 +70,12 @@ def _named(libraries: Path) -> str:
     """Other for another environment, and after an installation: files of images can share both time and size."""
     parts = (sys.prefix, *sorted(path.name for path in libraries.glob("*.dist-info")))
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
+
+
+def _prune(folder: Path) -> None:
+    """Remove what installations that are no longer used have left."""
+    oldest = time.time() - UNUSED_S
+    with contextlib.suppress(OSError):  # another process may be removing the same; the next command removes the rest
+        for path in folder.iterdir():
+            if path.stat().st_mtime < oldest:
+                shutil.rmtree(path, ignore_errors=True)
