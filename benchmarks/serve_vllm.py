@@ -126,7 +126,7 @@ def engine_spec(work: Work, folder: Path, device: str, arguments: Mapping[str, A
 
     config, precision = capacity.text_config(folder), settle_precision("auto", device)
     room = sys.maxsize  # what does not fit is said by vLLM
-    kv_bytes = kv_cache_bytes(config, precision, "auto", work.max_model_len, work.rollouts, room)
+    kv_bytes = kv_cache_bytes(config, precision, "auto", work.max_model_len, work.rollouts, room, device)
     return EngineSpec(
         MODEL,
         profiles=None,

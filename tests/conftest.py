@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +17,11 @@ settings.load_profile("gymloop")
 
 # As in the actors of a run: threads that spin while they wait would starve the processes that some tests start.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+# A shell that runs tests in the background has them ignore SIGINT, and so would all processes that they start, until
+# these have handlers of their own.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Tests are imported by path (importmode=importlib); this makes ``import toys`` work in all of them.
 sys.path.insert(0, str(Path(__file__).parent))

@@ -9,6 +9,7 @@ actors), by replacing two names from outside. ``die`` kills the process with SIG
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import inspect
@@ -105,9 +106,10 @@ class Running:
         self._output = output
         self._done: Done | None = None
 
-    def kill(self) -> None:
-        """SIGKILL."""
-        os.kill(self.pid, signal.SIGKILL)
+    def kill(self, number: int = signal.SIGKILL) -> None:
+        """Send a signal, unless it has ended meanwhile."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, number)
 
     def alive(self) -> bool:
         """Whether the process has not ended yet; a zombie has."""

@@ -33,7 +33,9 @@ LAYERS: tuple[frozenset[str], ...] = (
         }
     ),
     frozenset({"asgi", "tokens", "models"}),
-    frozenset({"bytecode", "config", "compat", "descriptors", "files", "garbage", "lifeline", "loops", "threads"}),
+    frozenset(
+        {"bytecode", "config", "compat", "descriptors", "files", "garbage", "lifeline", "loops", "threads", "wakeup"}
+    ),
     frozenset({"errors", "gpu", ""}),  # "" is the package itself: its version
 )
 """From the top; a part imports parts below it."""

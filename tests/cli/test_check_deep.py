@@ -63,6 +63,21 @@ def test_deep_renders_all_rows_and_says_what_fits(recipe, capsys):
     assert "4 training and 0 validation rows rendered, 0 errors" in said
 
 
+def test_deep_takes_a_vllm_that_is_not_here_for_an_error(recipe, capsys, builds):
+    argv = ["check", recipe("q"), "--deep", "policy.generation.backend=vllm"]
+    builds()
+    assert cli.main(argv) == 2
+    said = capsys.readouterr().out
+    assert "  error       policy.generation.backend is 'vllm' and no vLLM is installed for this Python" in said
+    assert "rows rendered, 1 errors" in said
+    assert said.count("no vLLM is installed") == 1, "and not a note as well"
+    builds(vllm="0.33.1")
+    assert cli.main(argv) == 2
+    assert "  error       vLLM 0.33.1 is installed" in capsys.readouterr().out
+    builds(vllm="0.32.0")
+    assert cli.main(argv) == 0
+
+
 def test_deep_names_rows_beyond_the_context_and_exits_2(recipe, capsys):
     argv = ["check", recipe("q"), "--deep", "+env.environments.toy.kwargs={words: 400}", "data.train.num_tasks=7"]
     assert cli.main(argv) == 2

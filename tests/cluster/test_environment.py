@@ -1,11 +1,11 @@
-"""Which variables a worker sees; the processes themselves are in ``test_local``."""
+"""Which variables a worker sees, and which travel to it; the processes themselves are in ``test_local``."""
 
 import os
 import subprocess
 
 import pytest
 
-from gymloop.cluster.environment import is_needed, python_without
+from gymloop.cluster.environment import carried, is_needed, python_without
 
 
 @pytest.mark.parametrize(
@@ -25,6 +25,63 @@ def test_what_programs_libraries_and_ray_need_stays(name):
 def test_secrets_and_whatever_no_worker_is_known_to_need_go(name):
     assert not is_needed(name)
     assert is_needed(name, (name,)), "unless the recipe names it"
+
+
+SHOWN, UNSHOWN, STAYS = "shown", "unshown", "stays"
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "named", "how"),
+    [
+        ("NCCL_SOCKET_IFNAME", "ib0", False, SHOWN),
+        ("GLOO_SOCKET_IFNAME", "ib0", False, SHOWN),
+        ("VLLM_LOGGING_LEVEL", "INFO", False, SHOWN),
+        ("GYMLOOP_CACHE", "/shared/cache", False, SHOWN),
+        ("XDG_CACHE_HOME", "/shared", False, SHOWN),
+        ("HF_HUB_CACHE", "/shared/hub", False, SHOWN),
+        ("HF_HUB_OFFLINE", "1", False, SHOWN),
+        ("HF_ENDPOINT", "https://mirror:8443", False, SHOWN),
+        ("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:64", False, SHOWN),
+        ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "", False, SHOWN),
+        ("CUDA_LAUNCH_BLOCKING", "1", False, SHOWN),
+        # Ray would take a $ for a variable of the worker's node, and not every byte of a path is text.
+        ("VLLM_CACHE_ROOT", "/shared/$x", False, UNSHOWN),
+        ("TRITON_CACHE_DIR", "/shared/\udcff", False, UNSHOWN),
+        # Of one machine, unless it is asked for by name.
+        ("PATH", "/usr/bin", False, STAYS),
+        ("LD_LIBRARY_PATH", "/opt/lib", False, STAYS),
+        ("LD_LIBRARY_PATH", "/opt/lib", True, SHOWN),
+        ("PYTHONPATH", "/opt/python", False, STAYS),
+        ("PYTHONPATH", "/opt/python", True, SHOWN),
+        ("PYTHONPYCACHEPREFIX", "/tmp/pyc", False, STAYS),
+        ("HOME", "/root", False, STAYS),
+        ("TMPDIR", "/scratch", False, STAYS),
+        ("VIRTUAL_ENV", "/venv", False, STAYS),
+        ("CUDA_HOME", "/usr/local/cuda", False, STAYS),
+        ("XDG_RUNTIME_DIR", "/run/user/1000", False, STAYS),
+        ("VLLM_HOST_IP", "10.0.0.1", False, STAYS),
+        ("GYMLOOP_RUN", "mark", False, STAYS),
+        ("GYMLOOP_SECRETS", "/home/me/secrets", False, STAYS),
+        # Ray's to say, whatever is asked for.
+        ("CUDA_VISIBLE_DEVICES", "0,1", False, STAYS),
+        ("CUDA_VISIBLE_DEVICES", "0,1", True, STAYS),
+        ("RAY_ADDRESS", "10.0.0.1:6379", False, STAYS),
+        ("RAY_AUTH_TOKEN", "t", True, STAYS),
+        # Secrets by their name or value, and what nothing is known of.
+        ("HF_TOKEN", "hf_x", False, STAYS),
+        ("HF_TOKEN", "hf_x", True, UNSHOWN),
+        ("HF_TOKEN_PATH", "/home/me/token", False, STAYS),
+        ("VLLM_API_KEY", "k", False, STAYS),
+        ("HF_ENDPOINT", "https://me:pw@mirror", False, UNSHOWN),
+        ("MY_SETTING", "v", False, STAYS),
+        ("MY_SETTING", "v", True, UNSHOWN),
+        ("https_proxy", "http://proxy", False, STAYS),
+    ],
+)
+def test_what_a_worker_needs_travels_and_what_may_be_a_secret_is_not_shown(name, value, named, how):
+    got = carried({name: value, "OTHER": "o"}, (name, "ABSENT") if named else ())
+    assert got.shown == ({name: value} if how == SHOWN else {})
+    assert got.unshown == ({name: value} if how == UNSHOWN else {})
 
 
 def test_the_command_that_starts_python_takes_away_the_rest_and_shows_no_value():

@@ -64,7 +64,10 @@ def own_cluster():
         cluster.disconnect()
 
 
-async def test_a_secret_of_the_driver_reaches_no_worker_not_even_its_first_environment(own_cluster, tmp_path):
+async def test_a_secret_of_the_driver_reaches_no_worker_not_even_its_first_environment(
+    own_cluster, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth9")  # set after Ray has started
     remote = RayRemote("w", Worker, env={"OMP_NUM_THREADS": "3"}, log_file=tmp_path / "w.log")
     seen = await remote.call("environment", timeout=120)
     first = await remote.call("initial", timeout=60)
@@ -73,6 +76,7 @@ async def test_a_secret_of_the_driver_reaches_no_worker_not_even_its_first_envir
         assert value not in first
     assert seen["OMP_NUM_THREADS"] == "3"
     assert seen["PATH"] == os.environ["PATH"]
+    assert seen["NCCL_SOCKET_IFNAME"] == "eth9", "as on a cluster that is joined"
     remote.kill()
 
 
@@ -176,6 +180,50 @@ print(json.dumps([theirs, ours, seen, cpus, cluster.joins]))
 
 
 @pytest.mark.slow
+def test_what_the_driver_sets_reaches_workers_of_processes_that_had_none_of_it(others, tmp_path):
+    log = tmp_path / "ours.log"
+    seen, logs = program(
+        JOIN
+        + f"""
+import ray
+os.environ["OMP_NUM_THREADS"] = "7"
+remote = RayRemote(
+    "ours", Worker, env={{"OMP_NUM_THREADS": "3"}}, log_file=Path({str(log)!r}),
+    further_env=("MY_ENDPOINT", "WANDB_API_KEY", "MY_ABSENT", "CUDA_VISIBLE_DEVICES"),
+)
+seen = asyncio.run(remote.call("environment", timeout=120))
+logs = str(Path(ray._private.worker._global_node.get_session_dir_path()) / "logs")
+remote.kill()
+cluster.disconnect()
+print(json.dumps([seen, logs]))
+""",
+        others,
+        NCCL_SOCKET_IFNAME="a-network-of-mine",
+        VLLM_LOGGING_LEVEL="INFO",
+        VLLM_CACHE_ROOT="/of/$HOME/mine",
+        GYMLOOP_CACHE=str(tmp_path),
+        CUDA_VISIBLE_DEVICES="5",
+        MY_ENDPOINT="an-endpoint-of-mine",
+        WANDB_API_KEY="a-key-of-mine",
+        HF_TOKEN="a-token-of-mine",
+        MY_SETTING="a-setting-of-mine",
+    )
+    assert seen["NCCL_SOCKET_IFNAME"] == "a-network-of-mine"
+    assert seen["VLLM_LOGGING_LEVEL"] == "INFO"
+    assert seen["VLLM_CACHE_ROOT"] == "/of/$HOME/mine"
+    assert seen["GYMLOOP_CACHE"] == str(tmp_path)
+    assert seen["OMP_NUM_THREADS"] == "3", "what the run computes comes before what the driver has"
+    assert seen["MY_ENDPOINT"] == "an-endpoint-of-mine"
+    assert seen["WANDB_API_KEY"] == "a-key-of-mine"
+    assert not {"HF_TOKEN", "MY_SETTING", "MY_ABSENT", "AWS_SECRET_ACCESS_KEY"} & set(seen)
+    assert seen.get("CUDA_VISIBLE_DEVICES") != "5", "which GPUs is Ray's to say"
+    written = "".join(path.read_text(errors="replace") for path in [log, *Path(logs).rglob("*")] if path.is_file())
+    assert "a-network-of-mine" in written, "Ray logs what it is given as a variable"
+    for secret in ("an-endpoint-of-mine", "a-key-of-mine", "a-token-of-mine", "a-setting-of-mine"):
+        assert secret not in written
+
+
+@pytest.mark.slow
 def test_another_version_on_the_cluster_is_one_sentence_with_both(others):
     text = """
 import json, time
@@ -205,6 +253,38 @@ print(json.dumps([said, time.monotonic() - began]))
     assert said.endswith("; expected the same on both")
     assert "\n" not in said
     assert seconds < 30
+
+
+LEFT_AT_ONCE = """
+import json, os, sys, threading, time
+from pathlib import Path
+from gymloop.cluster.local import RayCluster
+
+def children():
+    found = []
+    for task in Path("/proc/self/task").iterdir():
+        for pid in (task / "children").read_text().split():
+            try:
+                command = Path(f"/proc/{pid}/cmdline").read_bytes()
+            except OSError:
+                continue
+            if command:  # it has not ended
+                found.append(os.path.basename(command.split(b"\\0")[0].decode()))
+    return found
+
+cluster = RayCluster(num_cpus=1)
+threading.Thread(target=cluster.connect, daemon=True).start()
+while "gcs_server" not in children():
+    time.sleep(0.001)
+cluster.disconnect()
+print(json.dumps([cluster._thread.is_alive(), children()]))
+"""
+
+
+def test_a_cluster_that_is_left_while_its_head_starts_is_gone_and_holds_nothing_up():
+    alive, children = program(LEFT_AT_ONCE, "")
+    assert not alive, "Ray's start would hold Python's lock for 30 s were its head process killed now"
+    assert not {"gcs_server", "raylet"} & set(children)
 
 
 def test_an_address_where_nobody_listens_is_told_within_seconds():

@@ -13,6 +13,7 @@ from gymloop.errors import ConfigError
 
 RECIPE = Path(__file__).parent / "data" / "complete.yaml"
 SPLIT = "policy.generation.colocated.enabled=false"
+BROADCAST = "policy.generation.refit_transport=broadcast"
 IPC = "policy.generation.refit_transport=cuda_ipc"
 ENGINE_GPUS = "policy.generation.colocated.resources.gpus_per_node"
 ENGINE_NODES = "policy.generation.colocated.resources.num_nodes"
@@ -101,7 +102,11 @@ def test_bundles_that_no_single_worker_could_share_are_counted_once():
         ),
         (
             (GPU, SPLIT, "cluster.gpus_per_node=4", f"{ENGINE_GPUS}=3", "policy.generation.replicas=2"),
-            r"replicas.*is 2, but 3 GPUs of the engines, 1 each, are 3; expected 3 or null",
+            r"replicas.*is 2, but the engines have 3 GPUs, 1 for each; expected 3 or null",
+        ),
+        (
+            (GPU, "cluster.gpus_per_node=1", "policy.generation.replicas=2"),
+            r"replicas.*is 2, but the engines have 1 GPU, 1 for each; expected 1 or null",
         ),
         ((GPU, "cluster.gpus_per_node=2"), r"leaves the policy 2 GPUs, all but one of them idle"),
         ((IPC,), r"refit_transport.*'cuda_ipc' needs a GPU, and cluster\.gpus_per_node is 0; expected 'auto'"),
@@ -109,11 +114,21 @@ def test_bundles_that_no_single_worker_could_share_are_counted_once():
             (GPU, SPLIT, "cluster.gpus_per_node=2", f"{ENGINE_GPUS}=1", IPC),
             r"refit_transport.*needs engines on the policy's GPU, and .*colocated\.enabled is false",
         ),
+        (
+            (GPU, "cluster.gpus_per_node=1", BROADCAST),
+            r"refit_transport.*takes one process of a GPU, and with .*colocated\.enabled true policy and engine share",
+        ),
+        (("policy.generation.refit_transport=nccl",), r"refit_transport.*'nccl' is 'broadcast' here"),
     ],
 )
 def test_what_cannot_be_placed_is_refused_with_the_keys_and_the_way_out(overrides, said):
     with pytest.raises(ConfigError, match=said):
         place(*overrides)
+
+
+@pytest.mark.parametrize("overrides", [(), (GPU, SPLIT, "cluster.gpus_per_node=2", f"{ENGINE_GPUS}=1")])
+def test_a_broadcast_is_for_processes_that_share_no_gpu(overrides):
+    place(*overrides, BROADCAST)
 
 
 def test_a_recipe_of_nemo_rl_with_null_resources_is_as_it_was():

@@ -177,6 +177,13 @@ def test_what_the_rules_allow_passes(files, overrides):
         (["policy.generation.backend=vllm", "policy.generation.torch_cfg.max_batch_size=4"], None),
         (["policy.generation.backend=vllm", "+policy.generation.vllm_cfg.max_num_seqs=3"],
          "decodes 3 at once (policy.generation.vllm_cfg.max_num_seqs)"),
+        (["policy.generation.torch_cfg.max_batch_size=4", "policy.generation.replicas=2"], None),
+        (["policy.generation.torch_cfg.max_batch_size=3", "policy.generation.replicas=2"],
+         "8 rollouts are in flight and the 2 engine replicas decode 6 at once "
+         "(policy.generation.torch_cfg.max_batch_size, 3 each): the others wait"),
+        (["policy.generation.backend=vllm", "cluster.gpus_per_node=8", "policy.generation.colocated.enabled=false",
+          "policy.generation.colocated.resources.gpus_per_node=7", "grpo.num_prompts_per_step=128",
+          "data.train.num_tasks=128", "rollouts.max_concurrency=1024"], None),
         (["policy.generation.backend=vllm", "cluster.gpus_per_node=1", "grpo.max_num_steps=100"],
          "policy.generation.vllm_cfg.compile is false"),
         (["policy.generation.backend=vllm", "cluster.gpus_per_node=1", "grpo.max_num_steps=99"], None),

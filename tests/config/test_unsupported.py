@@ -68,3 +68,15 @@ def test_the_table_names_no_key_that_the_schema_has():
         *block, name = key.split(".")
         assert name not in fields_at(tuple(block)), key
         assert type_at(tuple(block)) is not None, f"{key} would never be looked up"
+
+
+@pytest.mark.parametrize(
+    ("key", "reason"),
+    [
+        ("policy.generation_batch_size", "policy.generation.vllm_cfg.max_num_seqs with backend 'vllm'"),
+        ("cluster.segment_size", "nodes are not chosen by how they are connected; see cluster.num_nodes"),
+    ],
+)
+def test_a_hint_names_what_does_it_here(files, key, reason):
+    said = files.said("base.yaml", f"+{key}=4")
+    assert any(f"{key}: a key of NeMo RL that gymloop does not have: " in line and reason in line for line in said)

@@ -1,10 +1,16 @@
 """vLLM in recipes: NeMo RL's keys, in NeMo RL's places; what would break a promise is refused with its reason."""
 
+from dataclasses import fields
+from typing import get_args
+
 import pytest
 
 from gymloop.config.parsers import settled_parsers
 from gymloop.config.plan import compile_plan
-from gymloop.config.rules.vllm import _OWN
+from gymloop.config.rules.vllm import _OWN, LEAST_TEMPERATURE
+from gymloop.config.schema import KvCacheDtype
+from gymloop.generation import vllm_engine
+from gymloop.generation.vllm.support import ARGUMENTS
 
 VLLM = "policy.generation.backend=vllm"
 CFG = "policy.generation.vllm_cfg"
@@ -47,6 +53,27 @@ def cfg(text: str) -> str:
         ([VLLM, cfg("{tool_parser_plugin: gone.py}")], "policy.tokenizer.tool_parser_plugin", "there is no file"),
         ([VLLM, cfg("{load_format: gguf}")], f"{CFG}.load_format", "dummy"),
         ([VLLM, cfg("{use_deep_gemm: true}")], f"{CFG}.use_deep_gemm", "share one precision"),
+        (
+            [VLLM, cfg("{kv_cache_memory_bytes: 1}")],
+            f"{CFG}.kv_cache_memory_bytes",
+            "is 1; expected at least 1048576",
+        ),
+        ([VLLM, cfg("{kv_cache_dtype: fp9}")], f"{CFG}.kv_cache_dtype", "did you mean 'fp8'?"),
+        (
+            [VLLM, "policy.generation.temperature=0.005"],
+            "policy.generation.temperature",
+            "is 0.005, and vLLM would sample at 0.01 in its place; expected at least 0.01, or backend 'torch'",
+        ),
+        (
+            [VLLM, "policy.generation.val_temperature=0.0099", "+data.validation={environment: sums, num_tasks: 2}"],
+            "policy.generation.val_temperature",
+            "expected 0 or at least 0.01",
+        ),
+        (
+            [VLLM, "+policy.generation.vllm_kwargs={enable_chunked_prefill: true}"],
+            "policy.generation.vllm_kwargs.enable_chunked_prefill",
+            "vLLM dies of a prompt that is split over two steps",
+        ),
         ([VLLM, "policy.generation.top_p=0.9"], "policy.generation.top_p", "expected 1.0"),
     ],
 )  # fmt: skip
@@ -59,6 +86,42 @@ def test_what_cannot_be_is_refused_with_its_reason(files, overrides, key, reason
 def test_arguments_that_would_break_a_promise_are_refused_by_name(files, name):
     said = files.said("base.yaml", VLLM, f"+policy.generation.vllm_kwargs={{{name}: 1}}")
     assert any(f": policy.generation.vllm_kwargs.{name}: may not be set: {_OWN[name]}" in line for line in said), said
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["policy.generation.temperature=0.005"],  # the embedded engine samples at any
+        [VLLM, f"policy.generation.temperature={LEAST_TEMPERATURE}"],
+        [VLLM, "policy.generation.val_temperature=0", "+data.validation={environment: sums, num_tasks: 2}"],
+        [VLLM, "+policy.generation.vllm_kwargs={enable_chunked_prefill: false}"],
+        [VLLM, "+policy.generation.vllm_kwargs={enable_chunked_prefill: true}", "cluster.gpus_per_node=1"],
+        [VLLM, "+policy.generation.vllm_kwargs={decode_context_parallel_size: 1, mamba_ssm_cache_dtype: float32}"],
+    ],
+)
+def test_what_breaks_no_promise_is_taken(files, overrides):
+    files.load("base.yaml", *overrides)
+
+
+def test_the_least_temperature_is_the_engines():
+    assert LEAST_TEMPERATURE == vllm_engine.LEAST_TEMPERATURE
+
+
+def test_whatever_gymloop_probes_for_and_sets_in_every_place_may_not_be_set():
+    """But for the switches that a recipe may have better reasons for."""
+    assert set(ARGUMENTS) - set(_OWN) == {
+        "disable_log_stats", "compilation_config", "enable_chunked_prefill", "max_num_batched_tokens"
+    }  # fmt: skip
+
+
+@pytest.mark.vllm
+def test_vllms_own_names_are_known():
+    from vllm import AsyncEngineArgs
+    from vllm.config.cache import CacheDType
+
+    assert set(get_args(CacheDType)) <= set(get_args(KvCacheDtype))
+    of_other_versions = {"override_attention_dtype", "calculate_kv_scales", "watermark_config"}
+    assert set(_OWN) - of_other_versions <= {field.name for field in fields(AsyncEngineArgs)}
 
 
 def test_nemo_rls_block_is_taken_and_its_parsers_are_the_servers(files):

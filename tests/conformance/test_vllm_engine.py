@@ -203,6 +203,8 @@ async def test_an_engine_core_that_is_killed_in_an_update_is_named_in_seconds_by
     with pytest.raises(InfraError, match="SIGKILL"):
         engine.require_alive()
     with pytest.raises(InfraError, match="SIGKILL"):
+        engine.require_serving()
+    with pytest.raises(InfraError, match="SIGKILL"):
         await asyncio.to_thread(engine.load_weights, kit.current(subject), 1)
     with pytest.raises(InfraError, match="SIGKILL"):
         await engine.generate([1], Sampling(1), "late")

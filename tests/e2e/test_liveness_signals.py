@@ -6,7 +6,6 @@ The runs are real but for the place of their workers, see ``forked``; ``test_liv
 from __future__ import annotations
 
 import json
-import os
 import signal
 import time
 
@@ -126,7 +125,7 @@ def test_a_second_signal_ends_the_run_without_saving(lab):
     while not (lab.folder / "results/tiny/twice/metrics.jsonl").exists() or 3 not in lab.steps("twice"):
         assert time.monotonic() < deadline
         time.sleep(0.02)
-    os.kill(running.pid, signal.SIGINT)
+    running.kill(signal.SIGINT)
     done = running.wait()
     assert done.code == 130, done.output
     # Cut short, that save may lie there as what it is, unfinished: only a whole one has the name of a step.

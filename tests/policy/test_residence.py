@@ -165,18 +165,20 @@ class Memory:
 
     def __init__(self, hold=False):
         self.cuda, self.asked, self.threads, self.made = Cuda(0), [], [], []
-        self.go = threading.Event()
+        self.go, self.called = threading.Event(), threading.Event()
         if not hold:
             self.go.set()
 
     def __call__(self, nbytes):
         self.asked.append(nbytes)
         self.threads.append(threading.current_thread())
+        self.called.set()
         assert self.go.wait(10)
         self.made.append(PinnedMemory(nbytes, self.cuda))
         return self.made[-1]
 
     def join(self):
+        assert self.called.wait(10)
         for thread in self.threads:
             if thread is not threading.current_thread():
                 thread.join(10)

@@ -19,6 +19,7 @@ import httpx
 import orjson
 
 from gymloop.config.plan import SamplingProfile
+from gymloop.errors import InfraError
 from gymloop.generation.engine import Sample, Sampling
 from gymloop.serving.guard import SamplingProfiles
 from gymloop.serving.server import GenerationServer
@@ -48,6 +49,11 @@ class ScriptedEngine:
     request_ids: list[str] = field(default_factory=list)
     aborted: list[str] = field(default_factory=list)
     cancelled: threading.Event = field(default_factory=threading.Event)
+    refusal: str | None = None
+
+    def require_serving(self):
+        if self.refusal is not None:
+            raise InfraError(self.refusal)
 
     async def generate(self, prompt_ids, sampling, request_id, on_tokens=None):
         self.prompts.append(tuple(prompt_ids))

@@ -13,8 +13,9 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import pytest
 
-from gymloop.errors import InfraError
+from gymloop.errors import ConfigError, DataError, InfraError
 from gymloop.generation.engine import Sample, Sampling
+from gymloop.gym.model_client import refusal
 from gymloop.serving.server import GenerationServer
 from gymloop.tokens import Renderer
 from toys import text_ids
@@ -43,6 +44,18 @@ def test_a5_every_route_but_livez_is_503_with_retry_after_until_the_engine_is_re
     assert model["weight_version"] == served.engine.weight_version
     response = served.client.get("/nowhere")
     assert (response.status_code, response.json()["error"]["code"]) == (404, "no_such_route")
+
+
+def test_a_server_whose_engine_refuses_every_request_is_not_ready_until_it_takes_them_again(serve, caplog):
+    served = serve()
+    served.engine.refusal = "the engine is dead: its process was killed by SIGKILL"
+    response = served.client.get("/readyz")
+    assert (response.status_code, response.json()["error"]["code"]) == (503, "engine_failed")
+    assert served.engine.refusal in response.json()["error"]["message"]
+    assert served.client.get("/livez").status_code == 200
+    assert served.engine.refusal not in caplog.text, "a probe that asks each second fills no log"
+    served.engine.refusal = None
+    assert served.client.get("/readyz").status_code == 200
 
 
 def test_a_failed_start_says_why_and_not_to_come_back(serve):
@@ -528,6 +541,24 @@ def test_an_engine_that_died_is_503_with_its_reason(serve, monkeypatch):
 
     monkeypatch.setattr(served.engine, "generate", dead)
     assert served.refused(503) == ("engine_failed", None)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_sampling_that_the_engine_does_not_do_is_400_and_is_not_tried_again(serve, monkeypatch, caplog, stream):
+    served = serve(profiles=None)
+    sentence = "sampling has temperature 0.005; expected 0 or at least 0.01, below which vLLM samples at another"
+
+    async def refuses(*_):
+        raise ConfigError(sentence)
+
+    monkeypatch.setattr(served.engine, "generate", refuses)
+    response = served.post(messages=[USER], temperature=0.005, stream=stream)
+    assert response.status_code == 400
+    assert response.json()["error"] == {
+        "message": sentence, "type": "invalid_request_error", "param": None, "code": "invalid_value",
+    }  # fmt: skip
+    assert isinstance(refusal(response.status_code, response.content, served.server.url), DataError)
+    assert "Traceback" not in caplog.text
 
 
 def test_a_sample_without_its_logprobs_is_an_error_and_never_made_up(serve, monkeypatch):

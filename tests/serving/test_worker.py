@@ -89,18 +89,18 @@ def test_replies_do_not_wait_for_delayed_acknowledgements():
         assert listening.proto == socket.IPPROTO_TCP, "asyncio sets TCP_NODELAY only where the protocol is named"
 
 
-def test_a_heartbeat_needs_no_lock(worker, toy):
+def test_how_far_loading_is_needs_no_lock(worker, toy):
     served = worker()
     load(served, toy("q"))
     answered: list[tuple] = []
     with served._lock:
-        thread = threading.Thread(target=lambda: answered.append(served.heartbeat()))
+        thread = threading.Thread(target=lambda: answered.append(served.load_progress()))
         thread.start()
         thread.join(5)
     assert answered == [("ready", 0, 0)]
 
 
-def test_a_heartbeat_is_answered_while_loading(worker, toy, monkeypatch):
+def test_how_far_loading_is_can_be_asked_while_it_loads(worker, toy, monkeypatch):
     from gymloop.generation import decoder
 
     served, inside, go_on = worker(), threading.Event(), threading.Event()
@@ -116,11 +116,11 @@ def test_a_heartbeat_is_answered_while_loading(worker, toy, monkeypatch):
     loading.start()
     assert inside.wait(60)
     began = time.monotonic()
-    assert served.heartbeat()[0] == "the weights"
+    assert served.load_progress()[0] == "the weights"
     assert time.monotonic() - began < 10
     go_on.set()
     loading.join(60)
-    assert served.heartbeat()[0] == "ready"
+    assert served.load_progress()[0] == "ready"
 
 
 def test_the_facts_of_a_load(worker, toy):

@@ -70,6 +70,17 @@ def test_a_reply_without_calls_or_that_the_parser_fails_on_stays_text(bang, text
     assert (reply.content, reply.tool_calls) == (text, ())
 
 
+def test_what_a_parser_raises_is_logged_once_for_each_kind(folder, caplog):
+    plugin = folder / "boom.py"
+    plugin.write_text(PLUGIN.replace('"bang"', '"boom"').replace("class Bang", "class Boom"))
+    reader = reply_reader("boom", plugin, tokenizer_folder=folder)
+    for _ in range(3):
+        reader.read("boom !add", tools=TOOLS)
+    (record,) = [record for record in caplog.records if "Boom" in record.getMessage()]
+    assert "RuntimeError: a reading that fails" in record.getMessage()
+    assert "taken as one without tool calls" in record.getMessage()
+
+
 def test_a_reasoning_plug_in_splits_a_reply(folder):
     plugin = folder / "hash.py"
     plugin.write_text(REASONING)

@@ -64,8 +64,11 @@ async def test_after_an_aborted_update_the_engine_refuses_with_the_syncs_name_un
     ):
         await engine.generate([20, 21, 22], GREEDY, "refused")
     engine.require_alive()
+    with pytest.raises(InfraError, match="no weights to sample from"):
+        engine.require_serving()
     assert engine.weight_version == 0
     engine.load_weights(take(model.named_parameters()), 1)
+    engine.require_serving()
     after = await engine.generate([20, 21, 22], GREEDY, "after")
     assert (after.first_version, after.last_version) == (1, 1)
     assert after.logprobs != before.logprobs

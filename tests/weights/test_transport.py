@@ -26,7 +26,8 @@ def gpu(number="0", host="a"):
         (cpu(), [cpu(), cpu("b")], "broadcast", "on several hosts"),
         (gpu(), [gpu()], "cuda_ipc", "share a GPU"),
         (gpu(), [gpu("1")], "broadcast", "on several GPUs"),
-        (gpu(), [gpu(), gpu("1")], "broadcast", "on several GPUs"),
+        (gpu(), [gpu(), gpu("1")], "shared_memory", "on one host, one of these on its GPU"),
+        (gpu(), [gpu(), gpu(host="b")], "object_store", "on several hosts, one of these on its GPU"),
         (gpu(), [gpu(host="b")], "broadcast", "on several GPUs"),
         (gpu(), [cpu()], "shared_memory", "on one host, on a CPU and a GPU"),
         (cpu(), [gpu()], "shared_memory", "on one host, on a CPU and a GPU"),
@@ -45,6 +46,10 @@ def test_what_is_asked_for_is_taken_where_it_can_work(asked):
     assert choose_transport(cpu(), [cpu()], asked).transport == asked
 
 
+def test_a_gpu_of_another_host_may_have_the_same_number():
+    assert choose_transport(gpu(), [gpu(host="b")], "broadcast").transport == "broadcast"
+
+
 @pytest.mark.parametrize(
     ("asked", "policy", "engines", "message"),
     [
@@ -57,6 +62,8 @@ def test_what_is_asked_for_is_taken_where_it_can_work(asked):
         ("cuda_ipc", gpu(), [gpu("1")], "not all on one GPU of one host; expected 'broadcast' (policy and engines"),
         ("cuda_ipc", gpu(), [gpu(host="b")], "not all on one GPU of one host"),
         ("shared_memory", cpu(), [cpu(), cpu("b")], "not all on one host; expected 'broadcast'"),
+        ("broadcast", gpu(), [gpu()], "on one GPU, and NCCL takes one process per GPU; expected 'cuda_ipc'"),
+        ("broadcast", gpu(), [gpu("1"), gpu()], "on one GPU, and NCCL takes one process per GPU"),
         ("shared_memory", cpu(None), [cpu(None)], "no anonymous shared memory; expected 'object_store'"),
     ],
 )

@@ -180,6 +180,8 @@ def test_nothing_is_sampled_after_a_policy_died_half_way(
         engine.take_weights(policy.offer("broadcast", 2, stall_s=3.0), 2)
     with pytest.raises(InfraError, match=r"the update to weight version 2 failed half way: .*bucket"):
         sampled(engine)
+    with pytest.raises(InfraError, match=r"failed half way|the engine is dead"):
+        engine.require_serving()
     if not torch.cuda.is_available():
         with pytest.raises(InfraError, match=r"the engine is dead"):
             engine.require_alive()

@@ -18,9 +18,11 @@ from gymloop.config.plan import Plan, compile_plan
 from gymloop.config.problems import KeyPath, Problem, mask, report
 from gymloop.config.schema import Recipe
 from gymloop.errors import ConfigError
+from gymloop.generation.vllm.support import installed_version
 from gymloop.gym.nemo.gym import Gym
 from gymloop.gym.nemo.recipe import hints, load_gym, settle_rows
 from gymloop.gym.rows import read_demonstrations, read_rows
+from gymloop.models.resolve import needs_no_network, resolve_model
 from gymloop.observe.metrics import METRICS
 
 
@@ -37,18 +39,19 @@ def run(args: argparse.Namespace) -> int:
     if args.resolved:
         print(as_yaml(loaded.recipe), end="")
         return 0
-    print(summary(plan, loaded.document.hidden, gym))
+    fault = engine_fault(loaded.recipe)
+    print(summary(plan, loaded.document.hidden, gym, None if args.deep else fault))
     if args.explain:
         print(explanation(loaded, plan, gym))
     if args.deep:
         from gymloop.cli.deep import check_deeply
 
-        return check_deeply(plan, gym)
+        return check_deeply(plan, gym, fault)
     return 0
 
 
 def check_outside(loaded: Loaded, plan: Plan, source: str) -> Gym | None:
-    """What configuration alone cannot judge of a recipe: NeMo Gym's configs, rows in files, names of metrics.
+    """What configuration alone cannot judge of a recipe: NeMo Gym's configs, rows in files, a model's folder, metrics.
 
     Returns:
         What the recipe starts of NeMo Gym, if anything.
@@ -73,6 +76,7 @@ def check_outside(loaded: Loaded, plan: Plan, source: str) -> Gym | None:
             )
     if plan.sft_data_path is not None:
         problems += _problems(("sft_warmup", "data_path"), partial(read_demonstrations, plan.sft_data_path))
+    problems += _model_problems(plan.recipe)
     if (metric := plan.recipe.checkpointing.metric_name) is not None:
         try:
             METRICS[metric]
@@ -81,6 +85,15 @@ def check_outside(loaded: Loaded, plan: Plan, source: str) -> Gym | None:
     if problems:
         raise report(problems, source, loaded.document.positions, loaded.document.hidden)
     return gym
+
+
+def _model_problems(recipe: Recipe) -> Iterator[Problem]:
+    """What is wrong with a name before anything is fetched: like rows in files, a folder is the driver's to read."""
+    policy = recipe.policy
+    names = {policy.tokenizer.name: ("policy", "tokenizer", "name"), policy.model_name: ("policy", "model_name")}
+    for name, key in names.items():
+        if name is not None and needs_no_network(name):
+            yield from _problems(key, partial(resolve_model, name))
 
 
 class _AnyName(dict[str, None]):
@@ -115,7 +128,18 @@ def _problems(key: KeyPath, read: Callable[[], object]) -> list[Problem]:
     return []
 
 
-def summary(plan: Plan, hidden: Mapping[str, str] = {}, gym: Gym | None = None) -> str:
+def engine_fault(recipe: Recipe) -> str | None:
+    """Why the recipe's engine would not start with this Python; None where nothing is known against it."""
+    if recipe.policy.generation.backend != "vllm":
+        return None
+    try:
+        installed_version()
+    except ConfigError as error:
+        return str(error)
+    return None
+
+
+def summary(plan: Plan, hidden: Mapping[str, str] = {}, gym: Gym | None = None, engine_fault: str | None = None) -> str:
     """The plan as a person wants it: what is trained, on what, how long, where."""
     recipe, grpo = plan.recipe, plan.recipe.grpo
     steps = f"{plan.optimizer_steps_per_batch} optimizer step{'s' if plan.optimizer_steps_per_batch > 1 else ''}"
@@ -134,15 +158,29 @@ def summary(plan: Plan, hidden: Mapping[str, str] = {}, gym: Gym | None = None) 
             "compute",
             f"{plan.device}, {plan.engine.threads} threads for the engine, {plan.policy.threads} for the policy",
         ),
+        ("engine", engine(plan)),
         ("placement", plan.placement.summary()),
         ("ports", f"{plan.ports.low}-{plan.ports.high}"),
         ("results", str(plan.run_dir.parent)),
         *(("note", text) for text in notes(recipe)),
+        *(
+            (("note", f"{engine_fault}; this is about this machine, and the run may be elsewhere"),)
+            if engine_fault
+            else ()
+        ),
         *(("note", text) for text in (hints(gym) if gym else ())),
     ]
     # What the environment gave may stand in any of these lines.
     text = "\n".join([f"{plan.recipe_path.name}: OK", *(f"  {name:<11} {text}" for name, text in lines)])
     return mask(text, hidden)
+
+
+def engine(plan: Plan) -> str:
+    """The engine in words."""
+    made, vllm = plan.placement, plan.recipe.policy.generation.backend == "vllm"
+    kind = f"vLLM, tensor parallel {made.tensor_parallel}" if vllm else "embedded PyTorch"
+    replicas = "1 replica" if made.replicas == 1 else f"{made.replicas} replicas"
+    return f"{kind}, {replicas}, {'colocated' if made.colocated else 'not colocated'}"
 
 
 def agents(gym: Gym) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""What ``gymloop check --deep`` asks of the model's tokenizer and the environments, without starting a run.
+"""What ``gymloop check --deep`` asks of the engine, the tokenizer and the environments, without starting a run.
 
 The only part of ``check`` that imports transformers, the user's environments and parser plug-ins. Rows are made or read
 as a run would, every one of them is rendered, and what does not fit is said in one sentence.
@@ -30,12 +30,13 @@ def _running_agents(plan: Plan) -> Iterable[str]:
     return () if given is None or given.head_server_url is None else asyncio.run(attach_agents(given.head_server_url))
 
 
-def check_deeply(plan: Plan, gym: Gym | None = None) -> int:
+def check_deeply(plan: Plan, gym: Gym | None = None, engine_fault: str | None = None) -> int:
     """Print one line for each finding; 2 when one of them is an error.
 
     Args:
         plan: of the run.
         gym: what it starts of NeMo Gym.
+        engine_fault: why its engine would not start with this Python, if so.
 
     Raises:
         ConfigError: the tokenizer, an environment, a plug-in or the rows cannot be loaded.
@@ -66,7 +67,8 @@ def check_deeply(plan: Plan, gym: Gym | None = None) -> int:
     ends = recipe.policy.generation.stop_token_ids
     renderer = Renderer.load(folder, plan.chat_template, tokenizer.chat_template_kwargs, ends, reader)
     tools = shown_tools(sources, [*train, *validation])
-    findings = [
+    findings = [] if engine_fault is None else [("error", engine_fault)]
+    findings += [
         (finding.severity, finding.what)
         for finding in probe(renderer, generation_end_ids(folder) if ends is None else ends, chat_tools(tools))
     ]

@@ -13,10 +13,9 @@ import logging
 import os
 import signal
 import sys
-import threading
-from types import FrameType
 from typing import TYPE_CHECKING, Any
 
+from gymloop.cli.stop import Stop
 from gymloop.errors import ConfigError, InfraError
 from gymloop.startup.sockets import hold_socket
 
@@ -42,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError("--model-url and --model-name belong together: where the model is, and its name there")
     low, high = (args.port, args.port) if args.port else ANY_PORT
     sock = hold_socket(low, high, args.host)
-    with _Stop() as stop, sock:
+    with Stop() as stop, sock:
         host, port = sock.getsockname()[:2]
         host = args.advertised_host or _EVERYWHERE.get(host, host)
         url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
@@ -63,13 +62,13 @@ def run(args: argparse.Namespace) -> int:
         model = f", model {args.model_name} at {args.model_url}" if args.model_url else ""
         print(f"ready: {url}  environment {source.name} ({args.entrypoint}), tools: {tools}{model}", flush=True)
         try:
-            while not stop.asked.wait(_POLL_S):
+            while not stop.wait(_POLL_S):
                 if not server.alive:
                     raise InfraError("the environment's server ended by itself; its last words are in the log above")
         finally:
             server.close()
     print(f"gymloop: stopped by {signal.Signals(stop.number).name}", file=sys.stderr)
-    return 128 + stop.number
+    return stop.exit_code
 
 
 def _source(entrypoint: str, name: str | None, kwargs: dict[str, Any]) -> InProcessSource:
@@ -102,25 +101,3 @@ def _kwargs(text: str | None) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ConfigError(f"--kwargs: expected a JSON object of constructor arguments, got {text}")
     return value
-
-
-class _Stop:
-    """SIGINT and SIGTERM ask to stop; a second one ends the process at once."""
-
-    def __init__(self) -> None:
-        self.number = 0
-        self.asked = threading.Event()
-        self._before = {number: signal.signal(number, self._ask) for number in (signal.SIGINT, signal.SIGTERM)}
-
-    def __enter__(self) -> _Stop:
-        return self
-
-    def __exit__(self, *_error: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-    def _ask(self, number: int, _frame: FrameType | None) -> None:
-        if self.asked.is_set():
-            os._exit(128 + number)
-        self.number = number
-        self.asked.set()

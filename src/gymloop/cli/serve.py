@@ -11,6 +11,7 @@ Exit codes: 2 the command line or the model is wrong, 1 another failure, 130 aft
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import logging
 import os
@@ -20,13 +21,15 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
+from gymloop.cli.stop import Stop
 from gymloop.config.nearest import did_you_mean
 from gymloop.config.schema import REASONING_PARSERS, TOOL_PARSERS
 from gymloop.errors import ConfigError
@@ -38,6 +41,8 @@ from gymloop.startup.sockets import hold_socket
 
 log = logging.getLogger(__name__)
 
+State = tuple[str, int, int]
+"""What is being loaded, how many bytes of it are there, of how many; see ``EngineWorker.load_progress``."""
 API_KEY = "GYMLOOP_API_KEY"
 """Environment variable; where it is set, clients must send it."""
 ANY_PORT = (20000, 29999)
@@ -46,8 +51,7 @@ PORTS_TRIED = 100
 """How far above a taken port a free one is looked for."""
 FETCH = (sys.executable, "-m", "gymloop.cli.main", "models", "fetch")
 REQUEST_TIMEOUT_S = 3600.0
-POLL_S = 0.05
-"""So that a state of a tenth of a second, which is what a small model's weights take, is seen."""
+POLL_S = 0.1
 SUMMARY_S = 10.0
 CLOSE_LIMIT_S = 15.0
 """For requests in flight, the server and the engine's running step; then the process ends all the same."""
@@ -68,18 +72,19 @@ def run(args: argparse.Namespace) -> int:
     # As in the actors of a run: threads of torch that spin while they wait would starve the server's.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     with (
-        _Stop() as stop,
+        Stop() as stop,
         Progress(Console(stderr=True, highlight=False)) as progress,
         _logging_to(progress, args.verbose),
     ):
-        worker = listen(spec)
+        states: deque[State] = deque()
+        worker = listen(spec, lambda *state: states.append(state))
         loader = _Loader(worker, args.model)
         try:
             progress.say(f"listening on {worker.url()}, which answers 503 until the model is loaded")
             if spec.host not in _LOOPBACK and spec.api_key is None:
                 log.warning("anyone who reaches this port can use the model; set %s to ask for a key", API_KEY)
             loader.start()
-            if _loaded(worker, loader, progress, stop):
+            if _loaded(loader, states, progress, stop):
                 progress.close()
                 print(announcement(worker.url(), spec, loader.facts, loader.seconds), flush=True)
                 _attend(worker, progress, stop)
@@ -126,14 +131,14 @@ def read_spec(args: argparse.Namespace) -> EngineSpec:
     )
 
 
-def listen(spec: EngineSpec) -> EngineWorker:
+def listen(spec: EngineSpec, on_progress: Callable[[str, int, int], None]) -> EngineWorker:
     """The worker, its socket bound and its server up.
 
     Raises:
         ConfigError: the port is taken; the message names the next free one. Or the host is not this machine's.
     """
     try:
-        return EngineWorker(spec)
+        return EngineWorker(spec, on_progress)
     except ConfigError as error:
         low, high = spec.port_range
         above = range(low + 1, min(low + PORTS_TRIED, 65535) + 1)
@@ -186,36 +191,6 @@ def announcement(url: str, spec: EngineSpec, facts: dict[str, Any], seconds: flo
     )
 
 
-class _Stop:
-    """SIGINT and SIGTERM ask to stop; a second signal ends the process at once."""
-
-    def __init__(self) -> None:
-        self.number = 0
-        self._asked = threading.Event()
-        self._before = {number: signal.signal(number, self._ask) for number in (signal.SIGINT, signal.SIGTERM)}
-
-    def _ask(self, number: int, frame: Any) -> None:
-        if self._asked.is_set():
-            os._exit(128 + number)
-        self.number = number
-        self._asked.set()
-
-    def wait(self, seconds: float) -> bool:
-        """Whether a signal has come, or comes within this time."""
-        return self._asked.wait(seconds)
-
-    @property
-    def exit_code(self) -> int:
-        return 128 + self.number
-
-    def __enter__(self) -> _Stop:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-
 class _Loader(threading.Thread):
     """Finds the model's folder and loads it. What it found is in ``facts``; why it could not, in ``error``."""
 
@@ -245,7 +220,8 @@ class _Loader(threading.Thread):
         self._ended = True
         child = self._child
         if child is not None and child.poll() is None:
-            os.killpg(child.pid, signal.SIGTERM)
+            with contextlib.suppress(ProcessLookupError):  # its own thread is about to have its exit code
+                os.killpg(child.pid, signal.SIGTERM)
 
     def _folder(self) -> Path:
         """In a process of its own where it may take long: a download or conversion can then be ended at once."""
@@ -273,19 +249,24 @@ class _Loader(threading.Thread):
         return Path(output.splitlines()[-1])
 
 
-def _loaded(worker: EngineWorker, loader: _Loader, progress: Progress, stop: _Stop) -> bool:
-    """Show the loading; True when it is done, False when a signal came first.
+def _loaded(loader: _Loader, states: deque[State], progress: Progress, stop: Stop) -> bool:
+    """Show the loading, each state of it; True when it is done, False when a signal came first.
 
     Raises:
         GymloopError: loading failed.
     """
     view = _LoadingView(progress)
+    state: State = ("the model's folder", 0, 0)
     while not stop.wait(POLL_S):
-        if not loader.is_alive():
+        ended = not loader.is_alive()
+        while states:
+            state = states.popleft()
+            view.show(*state)
+        if ended:
             if loader.error is not None:
                 raise loader.error
             return True
-        view.show(*worker.load_progress(), note=loader.note)
+        view.show(*state, note=loader.note)
     return False
 
 
@@ -314,7 +295,7 @@ def _size(count: int) -> str:
     return f"{count / 1000:.3g} kB"
 
 
-def _attend(worker: EngineWorker, progress: Progress, stop: _Stop) -> None:
+def _attend(worker: EngineWorker, progress: Progress, stop: Stop) -> None:
     """Say every ten seconds what was served, if anything was; returns when asked to stop.
 
     Raises:

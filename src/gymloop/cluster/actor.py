@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 from weakref import WeakValueDictionary
 
-from gymloop.cluster.environment import is_needed, python_without
+from gymloop.cluster.environment import carried, is_needed, python_without
 from gymloop.cluster.remote import ask, named
 from gymloop.errors import GymloopError, InfraError
 from gymloop.garbage import uncollected
@@ -64,12 +64,13 @@ class RayRemote:
     Args:
         name: as errors call it.
         build: the worker class or a picklable function that makes the worker.
-        env: environment variables of the actor, among them its thread counts (Ray's default is one thread).
+        env: environment variables of the actor, among them its thread counts (Ray's default is one thread); what
+            ``environment.carried`` takes of this process's comes beside them.
         log_file: receives the actor's standard output and error; its tail is shown when the actor dies.
         num_cpus: Ray CPUs the actor holds.
         num_gpus: Ray GPUs the actor holds.
         strategy: where Ray puts it; None leaves that to Ray. See ``placement.Place``.
-        further_env: names of variables that it sees beside those every worker does; see ``environment``.
+        further_env: names of variables that it gets beside those every worker does; see ``environment``.
     """
 
     def __init__(
@@ -95,11 +96,13 @@ class RayRemote:
         host = ray.remote(
             num_cpus=num_cpus, num_gpus=num_gpus, max_concurrency=8, max_restarts=0, concurrency_groups={_PULSE: 1}
         )(_Host)
-        runtime_env: dict[str, Any] = {"env_vars": dict(env)}
+        ours = carried(os.environ, further_env)
+        unshown = {name: value for name, value in ours.unshown.items() if name not in env}
+        runtime_env: dict[str, Any] = {"env_vars": {**ours.shown, **env}}
         if (inherited := local.inherited()) is not None:
             runtime_env["py_executable"] = python_without(inherited, further_env)
         self._actor = host.options(runtime_env=runtime_env, scheduling_strategy=strategy).remote(
-            ray.cloudpickle.dumps(build), str(log_file), (*env, *further_env)
+            ray.cloudpickle.dumps(build), str(log_file), (*env, *further_env), ray.cloudpickle.dumps(unshown)
         )
         self._node = ray.get_runtime_context().get_node_id()
         _REMOTES[self._actor._actor_id.hex()] = self
@@ -196,11 +199,14 @@ class RayRemote:
 class _Host:
     """The actor: holds the worker and forwards calls to it, in threads."""
 
-    def __init__(self, build: bytes, log_file: str, further_env: Sequence[str]) -> None:
+    def __init__(self, build: bytes, log_file: str, further_env: Sequence[str], unshown: bytes) -> None:
         import faulthandler
+
+        import ray
 
         for variable in [name for name in os.environ if not is_needed(name, further_env)]:
             del os.environ[variable]
+        os.environ.update(ray.cloudpickle.loads(unshown))
 
         tie_to_parent(os.getppid())  # the node's raylet: a process that is stopped would not see it go
         _redirect_output(log_file)

@@ -19,6 +19,8 @@ START_LIMIT_S = 120.0
 JOIN_LIMIT_S = 20.0
 ANSWER_LIMIT_S = 5.0
 DISCONNECT_LIMIT_S = 20.0
+SETTLE_LIMIT_S = 10.0
+"""A cluster that is being started when it is to be left is waited for this long."""
 ADDRESS = "RAY_ADDRESS"
 
 _inherited: frozenset[str] | None = None
@@ -85,13 +87,16 @@ class RayCluster:
     def disconnect(self) -> None:
         """Leave the cluster; one that was started here ends. Safe to call twice, and from any thread.
 
-        One that is still being started cannot be told to stop: it ends as soon as it is up, or with this process.
+        One that is being started cannot be told to stop, and is waited for, since Ray holds Python's lock until its head
+        process has told its port: were that process killed before, nothing of this one would run for Ray's 30 s. One
+        that is not up after 10 s ends as soon as it is, or with this process.
 
         Raises:
             InfraError: Ray did not end within 20 s.
         """
         self._leave.set()
-        if not self._connected.is_set():
+        starts = self._thread.is_alive() and not self.joins
+        if not self._connected.wait(SETTLE_LIMIT_S if starts else 0):
             return
         self._thread.join(DISCONNECT_LIMIT_S)
         if self._thread.is_alive():

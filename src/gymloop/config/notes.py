@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from gymloop.config.placement import placed
 from gymloop.config.rules.saving import VALIDATION
 from gymloop.config.schema import Generation, Recipe, VllmCfg
 
@@ -35,9 +36,13 @@ def notes(recipe: Recipe) -> Iterator[str]:
             "start costs"
         )
     in_flight = min(recipe.rollouts.max_concurrency, grpo.num_prompts_per_step * grpo.num_generations_per_prompt)
-    rows, key = _rows(generation)
-    if in_flight > rows:
-        yield f"{in_flight} rollouts are in flight and the engine decodes {rows} at once ({key}): the others wait"
+    (rows, key), replicas = _rows(generation), placed(recipe).replicas
+    if in_flight > rows * replicas:
+        decode = "the engine decodes" if replicas == 1 else f"the {replicas} engine replicas decode"
+        each = "" if replicas == 1 else f", {rows} each"
+        yield (
+            f"{in_flight} rollouts are in flight and {decode} {rows * replicas} at once ({key}{each}): the others wait"
+        )
 
 
 def _samples_long_uncompiled(recipe: Recipe) -> bool:

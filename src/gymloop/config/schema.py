@@ -15,7 +15,8 @@ MOST = 2**31 - 1
 PositiveInt = Annotated[int, Field(ge=1, le=MOST)]
 NonNegativeInt = Annotated[int, Field(ge=0, le=MOST)]
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
-Bytes = Annotated[int, Field(ge=1, lt=2**63)]
+CacheBytes = Annotated[int, Field(ge=2**20, lt=2**63)]
+"""Less than a megabyte is a slip of the unit: no model of use has room for a request in it."""
 PositiveFloat = Annotated[float, Field(gt=0)]
 Fraction = Annotated[float, Field(gt=0, le=1)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
@@ -29,6 +30,11 @@ def _as_tuple(value: Any) -> Any:
 
 def _refit_transport(value: Any) -> Any:
     """NeMo RL's other transports are no typing errors."""
+    if value == "nccl":
+        raise ValueError(
+            "NeMo RL's transport 'nccl' is 'broadcast' here, by NCCL between GPUs and by gloo between CPUs; expected "
+            "'broadcast' or 'auto'"
+        )
     if value in ("nccl_reshard", "vllm_zmq_sparse", "vllm_s3_sparse", "nixl") or (
         isinstance(value, str) and ":" in value
     ):
@@ -55,6 +61,12 @@ class Section(BaseModel):
     )
 
 
+KvCacheDtype = Literal[
+    "auto", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2", "fp8_inc", "fp8_ds_mla", "nvfp4_ds_mla",
+    "turboquant_k8v4", "turboquant_4bit_nc", "turboquant_k3v4_nc", "turboquant_3bit_nc", "ultraquant_4bit",
+    "int4_per_token_head", "int8_per_token_head", "fp8_per_token_head", "nvfp4", "nvfp4_4over6",
+]  # fmt: skip
+"""What supported versions of vLLM know as ``kv_cache_dtype``, all of them together."""
 TOOL_PARSERS = ("hermes", "qwen3_coder", "nemotron_json", "llama3_json", "pythonic", "mistral", "openai")
 """Built-in tool parsers, by the names that vLLM uses where it has them."""
 REASONING_PARSERS = ("think", "deepseek_r1", "openai")
@@ -283,7 +295,7 @@ class VllmCfg(Section):
     """GPUs that share one model."""
     gpu_memory_utilization: Fraction = 0.6
     """Share of a GPU's memory for weights, KV cache and activations of the engine together."""
-    kv_cache_memory_bytes: Bytes | None = None
+    kv_cache_memory_bytes: CacheBytes | None = None
     """KV cache of each GPU, or of the CPU; null plans it: every row full, or what there is beside the weights."""
     max_num_seqs: PositiveInt = 256
     """Requests decoded together."""
@@ -297,13 +309,13 @@ class VllmCfg(Section):
     load_format: Literal["auto", "safetensors", "dummy"] | None = "auto"
     """``dummy`` reads no weights, and serves nothing before the first weight sync, which brings all that a checkpoint
     holds; what vLLM keeps beside that, such as a vision model's input norm, stays random. Null means ``auto``."""
-    kv_cache_dtype: str = "auto"
+    kv_cache_dtype: KvCacheDtype = "auto"
     """As vLLM names it; ``auto`` is the engine's precision."""
     enable_prefix_caching: bool = True
     """Requests that begin alike share what is computed of it; dropped at every weight sync."""
     repeatable_draws: bool = False
     """True draws each rollout's tokens from a random stream of its own, so that the same recipe nearly repeats itself;
-    vLLM may then draw row by row: 1 to 8 % fewer tokens on a GPU, half as many on a CPU, as measured."""
+    vLLM may then draw row by row, and more slowly."""
     async_engine: bool = True
     """NeMo RL's switch; only true, since rollouts join and leave the batch at any step."""
     expose_http_server: bool = True
@@ -332,7 +344,7 @@ class Generation(Section):
     """The engine and the training profile of sampling."""
 
     backend: Literal["torch", "vllm"] = "torch"
-    """``torch`` is embedded; ``vllm`` needs vLLM installed (``gymloop[vllm]``)."""
+    """``torch`` is embedded; ``vllm`` needs vLLM installed (its extra ``vllm``)."""
     max_new_tokens: PositiveInt
     """Tokens per model call at most."""
     temperature: Annotated[float, Field(ge=0)] = 1.0
@@ -540,7 +552,7 @@ class Cluster(Section):
     placement_timeout_s: PositiveFloat = 30.0
     """How long GPUs or CPUs that others hold are waited for, seconds; what the cluster does not have is refused."""
     worker_env: Annotated[tuple[str, ...], BeforeValidator(_as_tuple)] = ()
-    """Names of further environment variables that the workers are given: they see few, and no secrets."""
+    """Names of variables of the run's environment that workers get beside settings of CUDA, NCCL, vLLM and the like."""
 
 
 class Recipe(Section):

@@ -13,6 +13,9 @@ _ASYNC = "asynchronous training is not available yet; training is synchronous"
 _METRICS = "metrics go to metrics.jsonl and TensorBoard"
 _FP8 = "engine and trainer share one precision, float32 or bfloat16"
 _ONE_NODE = "an engine is split by vllm_cfg.tensor_parallel_size only"
+_ROWS_AT_ONCE = (
+    "use policy.generation.torch_cfg.max_batch_size, or policy.generation.vllm_cfg.max_num_seqs with backend 'vllm'"
+)
 _SERVER_METRICS = "the generation server counts its own traffic, see /metrics"
 _TEMPLATE_KWARGS = "use policy.tokenizer.chat_template_kwargs"
 _ROWS = "give rows by data.train.data_path (JSONL of NeMo Gym rows) or data.train.environment"
@@ -74,7 +77,7 @@ NOT_YET: dict[str, str] = {
     "policy.dtensor_cfg": "tensor parallel, sharding, activation checkpointing and LoRA are not available yet",
     "policy.dynamic_batching": "use policy.sequence_packing",
     "policy.fsdp_offload_enabled": "offloading is not available yet",
-    "policy.generation_batch_size": "use policy.generation.torch_cfg.max_batch_size",
+    "policy.generation_batch_size": _ROWS_AT_ONCE,
     "policy.hf_config_overrides": "the model's own config.json is used",
     "policy.logprob_batch_size": "logprobs use the microbatches of training",
     "policy.logprob_chunk_size": "logits are computed at trained positions only",
@@ -104,7 +107,7 @@ NOT_YET: dict[str, str] = {
     "policy.generation.trtllm_cfg": "the TensorRT-LLM backend is not available",
     "policy.generation.vllm_cfg.enable_expert_parallel": _ONE_NODE,
     "policy.generation.vllm_cfg.enable_vllm_metrics_logger": _SERVER_METRICS,
-    "policy.generation.vllm_cfg.env_vars": "set them where gymloop starts and name them under cluster.worker_env",
+    "policy.generation.vllm_cfg.env_vars": "set VLLM_* where gymloop starts; name others in cluster.worker_env too",
     "policy.generation.vllm_cfg.expert_parallel_size": _ONE_NODE,
     "policy.generation.vllm_cfg.fp8_cfg": _FP8,
     "policy.generation.vllm_cfg.is_mx": _FP8,
@@ -162,7 +165,7 @@ NOT_YET: dict[str, str] = {
     # cluster
     "cluster.master_port_range_high": "ports are policy.generation.port_range_low and _high",
     "cluster.master_port_range_low": "ports are policy.generation.port_range_low and _high",
-    "cluster.segment_size": "one machine only",
+    "cluster.segment_size": "nodes are not chosen by how they are connected; see cluster.num_nodes",
 } | {
     f"data.{part}.{key}": _ROWS
     for part in ("train", "validation")

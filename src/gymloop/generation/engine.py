@@ -119,6 +119,9 @@ class Engine(Protocol):
     def weight_version(self) -> int:
         """Version of the weights that the next token will be sampled with."""
 
+    def require_serving(self) -> None:
+        """Raise InfraError, with the reason, where a request would be refused now, whatever it asks for."""
+
     async def generate(
         self,
         prompt_ids: Sequence[int],

@@ -77,9 +77,7 @@ class StepLoop:
             InfraError: the loop is dead or closed, its weights are half replaced, or the id is in flight already.
         """
         with self._condition:
-            self._require_alive()
-            if self._unfinished is not None:
-                raise InfraError(self._unfinished)
+            self._require_serving()
             if request.request_id in self._in_flight:
                 raise InfraError(f"request {request.request_id!r} is already in flight; request ids must be unique")
             self._in_flight[request.request_id] = request
@@ -136,6 +134,11 @@ class StepLoop:
         with self._condition:
             self._require_alive()
 
+    def require_serving(self) -> None:
+        """Raise InfraError where ``submit`` would, whatever the request."""
+        with self._condition:
+            self._require_serving()
+
     def change_weights(self, change: Callable[[], None], version: int) -> None:
         """Run ``change`` while no step runs, and count what was computed before as void.
 
@@ -188,6 +191,11 @@ class StepLoop:
             raise InfraError(f"the engine is dead: {_describe(self._dead)}") from self._dead
         if self._closing:
             raise InfraError("the engine is closed")
+
+    def _require_serving(self) -> None:
+        self._require_alive()
+        if self._unfinished is not None:
+            raise InfraError(self._unfinished)
 
     def _await_step_end(self, timeout: float, purpose: str) -> None:
         """Wait, with the condition held, until no step runs."""

@@ -100,6 +100,10 @@ class TorchEngine:
         """Raise InfraError, with the cause, where the engine is dead or closed."""
         self._loop.require_alive()
 
+    def require_serving(self) -> None:
+        """Raise InfraError, with the reason, where every request would be refused."""
+        self._loop.require_serving()
+
     @property
     def queued(self) -> int:
         """Requests that wait for a row of the cache."""

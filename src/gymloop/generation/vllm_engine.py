@@ -106,7 +106,7 @@ class VllmEngine:
             with self._core.starting(environment or {}):
                 if on_loading is not None:
                     on_loading("vLLM's modules", 0)
-                self.build = support.probe(device)
+                self.build = support.probe(device, arguments or ())
                 args = {
                     "model": str(folder),
                     "dtype": dtype,
@@ -194,6 +194,10 @@ class VllmEngine:
     def require_alive(self) -> None:
         """Raise InfraError, with the cause, where the engine is dead or closed."""
         self._life.require()
+
+    def require_serving(self) -> None:
+        """Raise InfraError, with the reason, where every request would be refused."""
+        self._life.require_serving()
 
     # ---------------------------------------------------------------- sampling
 

@@ -34,6 +34,11 @@ _ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "*.txt", "*.model")
 
 
+def needs_no_network(name: str) -> bool:
+    """Whether ``resolve_model`` judges a name by this machine alone: it is a folder, or no Hugging Face id."""
+    return Path(name).expanduser().is_dir() or not _ID.fullmatch(name)
+
+
 def resolve_model(name: str, *, offline_ok: bool = True, key: str | None = None) -> Path:
     """Folder of a Hugging Face model: ``config.json``, safetensors, tokenizer.
 

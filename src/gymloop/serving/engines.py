@@ -121,10 +121,11 @@ def _vllm(
         ranks = settings.tensor_parallel_size
         weights = memory.weight_bytes(folder, precision)
         room = memory.room_for_cache(weights, device, settings.gpu_memory_utilization, ranks)
-        config = capacity.text_config(folder)
-        kv_bytes = memory.kv_cache_bytes(config, precision, settings.kv_cache_dtype, max_model_len, rows, room, ranks)
+        config, kv_dtype = capacity.text_config(folder), settings.kv_cache_dtype
+        kv_bytes = memory.kv_cache_bytes(config, precision, kv_dtype, max_model_len, rows, room, device, ranks)
     arguments = settings.arguments(device, kv_bytes, max_model_len)
-    cache = compile_cache(folder, arguments, version, device)
+    sizes = {"dtype": precision, "max_model_len": max_model_len, "max_num_seqs": rows}
+    cache = compile_cache(folder, {**sizes, **arguments}, version, device)
     cache.prepare()
     engine = VllmEngine(
         folder,

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from gymloop.errors import DataError, InfraError
+from gymloop.errors import ConfigError, DataError, InfraError
 
 log = logging.getLogger(__name__)
 
@@ -68,6 +68,8 @@ def refusal_of(error: Exception, where: str) -> ApiError:
             return ApiError(CLIENT_CLOSED_REQUEST, "client_closed_request", "the client closed the connection")
         case DataError():
             return ApiError(400, getattr(error, "code", "invalid_conversation"), str(error), "messages")
+        case ConfigError():  # the engine samples no such thing: the same request will not do later either
+            return ApiError(400, "invalid_value", str(error))
         case RecursionError():
             return ApiError(400, "invalid_value", "the request is nested too deeply")
         case InfraError():

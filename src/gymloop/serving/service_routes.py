@@ -8,6 +8,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
+from gymloop.errors import InfraError
 from gymloop.serving import metrics as numbers
 from gymloop.serving.refusal import ApiError
 from gymloop.serving.reply import json_reply
@@ -27,7 +28,11 @@ class ServiceRoutes:
         return json_reply({"status": "alive"})
 
     async def readyz(self, request: Request) -> Response:
-        """200 when requests are served; until then no route is reached."""
+        """200 when requests are served; before the engine is there no route is reached."""
+        try:
+            self._state.now().engine.require_serving()
+        except InfraError as error:  # not logged each time that somebody asks, as an error of a request is
+            raise ApiError(503, "engine_failed", str(error)) from error
         return json_reply({"status": "ready"})
 
     async def show_metrics(self, request: Request) -> Response:

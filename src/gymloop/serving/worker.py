@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -44,9 +44,14 @@ NO_TEMPLATE = (
 
 
 class EngineWorker:
-    """Binds its socket and serves on it at once; answers 503, saying what is being loaded, until ``load`` is done."""
+    """Binds its socket and serves on it at once; answers 503, saying what is being loaded, until ``load`` is done.
 
-    def __init__(self, spec: EngineSpec) -> None:
+    Args:
+        spec: of its engine.
+        on_progress: called on the thread that loads with each of ``load_progress``'s states.
+    """
+
+    def __init__(self, spec: EngineSpec, on_progress: Callable[[str, int, int], None] | None = None) -> None:
         self._spec = spec
         self._lock = threading.Lock()
         self._rendering = threading.Lock()  # calls come in threads of their own, and a renderer serves one at a time
@@ -55,6 +60,7 @@ class EngineWorker:
         self._receiving: Receiving | None = None
         self._closed = False
         self._stuck: str | None = None
+        self._on_progress = on_progress
         self._progress = ("the model's folder", 0, 0)
         self._end_token_ids: tuple[int, ...] = ()
         self._warned: set[str] = set()
@@ -77,14 +83,6 @@ class EngineWorker:
     def url(self) -> str:
         """Base URL of the server, ``http://host:port/v1``."""
         return self._server.url
-
-    def heartbeat(self) -> tuple[str, int, int]:
-        """Answers at once whatever the engine does: it takes no lock, so no answer means that the process is stuck.
-
-        Returns:
-            ``load_progress``.
-        """
-        return self._progress
 
     def load_progress(self) -> tuple[str, int, int]:
         """What is being loaded, the bytes of it that are there, and their total (0 where it is not bytes).
@@ -203,6 +201,8 @@ class EngineWorker:
 
     def _at(self, what: str, done: int = 0, total: int = 0) -> None:
         self._progress = (what, done, total)
+        if self._on_progress is not None:
+            self._on_progress(what, done, total)
         share = f", {100 * done // total}% of {total / 1e6:.0f} MB" if total else ""
         self._server.waiting_for(f"{what}{share}")
 

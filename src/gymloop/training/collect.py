@@ -15,6 +15,7 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -63,77 +64,89 @@ async def collect(plan: Plan, request: Request) -> int:
         ConfigError: the recipe or the command line is wrong, or the file is of another collection.
         GymloopError: what ended the collection, by name; the lines are in the file.
     """
-    source = source_of(plan, request.part)
+    source_of(plan, request.part)  # a wrong part is refused before anything else
     refuse_unreachable(plan, request)
     plan = replace(plan, run_dir=folder_of(request.output))
     stop = StopSignal()
     task = asyncio.current_task()
     if task is None:
         raise RuntimeError("collect runs as a task of an event loop")
-    limits = plan.recipe.health
-    watchdog = LoopWatchdog("the collection's event loop", limits.loop_lag_s)
+    watchdog = LoopWatchdog("the collection's event loop", plan.recipe.health.loop_lag_s)
     with reaped(), stop.installed(task), watchdog, Progress() as progress, ExitStack() as files:
-        hold(request.output, files)
-        output = Output(request.output)
-        hosting = await asyncio.to_thread(hosting_of, plan, progress)
-        refuse_own_models(hosting, request)
-        plan = settle_rows(plan, hosting.gym if hosting else None)
-        source = source_of(plan, request.part)
-        found = await asyncio.to_thread(output.read)
-        output.refuse_others(identity(plan, request))
-        rows: Sequence[Row] | None = await asyncio.to_thread(early_rows, plan, source, hosting)
-        if rows is not None:
-            output.refuse_others(identity(plan, request, rows))
-            tasks = tasks_of(plan, request, rows)
-            found = await asyncio.to_thread(retried, found, output, request, progress)
-            if not missing(tasks, found.done):
-                progress.say(f"{request.output} is finished: all {len(tasks)} rollouts are there")
-                return summarise(found, tasks, progress)
-        health = Health(limits.check_period_s, limits.unresponsive_after_s, progress.failed)
-        open_folder(plan, progress)
-        graph = collection_tasks(plan, request, health, stop, hosting, source, rows)
         try:
-            started: Started = await first_failure(
-                run_graph(graph, progress.startup_event), health.failed(), stop.watch()
-            )
+            return await _collect(plan, request, stop, progress, files)
         except (Stopped, asyncio.CancelledError):
             if not stop.requested:
                 raise
             progress.say("stopped while starting; nothing was collected")
             return stop.exit_code
-        except GymloopError as error:
-            progress.failed(error)
-            raise
+
+
+async def _collect(plan: Plan, request: Request, stop: StopSignal, progress: Progress, files: ExitStack) -> int:
+    """Start, collect, give back.
+
+    Raises:
+        Stopped: the collection was asked to stop before it began.
+        asyncio.CancelledError: it was asked a second time before it began.
+    """
+    hold(request.output, files)
+    output = Output(request.output)
+    hosting = await stop.unless_asked(partial(hosting_of, plan, progress), "nemo-gym")
+    refuse_own_models(hosting, request)
+    plan = settle_rows(plan, hosting.gym if hosting else None)
+    source = source_of(plan, request.part)
+    found = await stop.unless_asked(output.read, "output")
+    output.refuse_others(identity(plan, request))
+    rows: Sequence[Row] | None = await stop.unless_asked(partial(early_rows, plan, source, hosting), "rows")
+    if rows is not None:
+        output.refuse_others(identity(plan, request, rows))
+        tasks = tasks_of(plan, request, rows)
+        # Not to be left half way: it takes failures out of the file.
+        found = await asyncio.to_thread(retried, found, output, request, progress)
+        if not missing(tasks, found.done):
+            progress.say(f"{request.output} is finished: all {len(tasks)} rollouts are there")
+            return summarise(found, tasks, progress)
+    limits = plan.recipe.health
+    health = Health(limits.check_period_s, limits.unresponsive_after_s, progress.failed)
+    open_folder(plan, progress)
+    graph = collection_tasks(plan, request, health, stop, hosting, source, rows)
+    try:
+        started: Started = await first_failure(run_graph(graph, progress.startup_event), health.failed(), stop.watch())
+    except Stopped:
+        raise
+    except GymloopError as error:
+        progress.failed(error)
+        raise
+    try:
+        progress.startup_done(started.timeline)
+        rows = collected_rows(request, started.results)
+        ours = identity(plan, request, rows, started.results.get("model"))
+        output.refuse_others(ours)
+        found = await asyncio.to_thread(retried, found, output, request, progress)
+        if torn := output.open(ours, found):
+            progress.say(f"{request.output}: the last line was torn; its {torn} bytes were cut off")
+        files.callback(output.close)
+        tasks = tasks_of(plan, request, rows)
+        if request.model_url is None:  # the loss of one of several engines is no reason to end
+            continued = plan.recipe.policy.generation.on_replica_death
+            Fleet(started.results["server"]["remotes"], started.results["client"], health, continued, progress.say)
+        run = _Collection(output, found.tally, progress, missing(tasks, found.done), len(tasks))
         try:
-            progress.startup_done(started.timeline)
-            rows = collected_rows(request, started.results)
-            ours = identity(plan, request, rows, started.results.get("model"))
-            output.refuse_others(ours)
-            found = await asyncio.to_thread(retried, found, output, request, progress)
-            if torn := output.open(ours, found):
-                progress.say(f"{request.output}: the last line was torn; its {torn} bytes were cut off")
-            files.callback(output.close)
-            tasks = tasks_of(plan, request, rows)
-            if request.model_url is None:  # the loss of one of several engines is no reason to end
-                continued = plan.recipe.policy.generation.on_replica_death
-                Fleet(started.results["server"]["remotes"], started.results["client"], health, continued, progress.say)
-            run = _Collection(output, found.tally, progress, missing(tasks, found.done), len(tasks))
-            try:
-                collector = rollouts.collector(plan, started.results, request.part)
-                await first_failure(run.collect(collector), health.failed(), stop.watch())
-            except (Stopped, asyncio.CancelledError):
-                if not stop.requested:
-                    raise
-                progress.say("stopped; the same command goes on with what is missing")
-            output.close()
-            run.say_speed(started.results["client"])
-        except GymloopError as error:
-            progress.failed(error)
-            raise
-        finally:
-            await give_back(started, stop)
-        code = summarise(found, tasks, progress)
-        return stop.exit_code or code
+            collector = rollouts.collector(plan, started.results, request.part)
+            await first_failure(run.collect(collector), health.failed(), stop.watch())
+        except (Stopped, asyncio.CancelledError):
+            if not stop.requested:
+                raise
+            progress.say("stopped; the same command goes on with what is missing")
+        output.close()
+        run.say_speed(started.results["client"])
+    except GymloopError as error:
+        progress.failed(error)
+        raise
+    finally:
+        await give_back(started, stop)
+    code = summarise(found, tasks, progress)
+    return stop.exit_code or code
 
 
 def retried(found: Found, output: Output, request: Request, progress: Progress) -> Found:

@@ -8,8 +8,7 @@
 
 A process that just ends leaves nothing behind all the same: the kernel kills what is tied to it (``gymloop.lifeline``).
 The handlers run between two instructions of the main thread, so the second and third also work while an environment
-blocks the event loop. A loop that waits is woken for them, also by a signal that came a moment before its wait began or
-to another thread: the system call that waits is not interrupted by those.
+blocks the event loop. A loop that waits is woken for them (``gymloop.wakeup``).
 """
 
 from __future__ import annotations
@@ -21,13 +20,20 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
+from gymloop.cluster.health import first_failure
 from gymloop.errors import GymloopError
+from gymloop.threads import in_thread
+from gymloop.wakeup import Wakeup
+
+T = TypeVar("T")
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 HURRY_S = 5.0
 """After a second signal the process ends within this, whatever its teardown does."""
+CLAIM_S = 0.05
+"""For so long at most does ``keep`` leave a signal to somebody else."""
 
 
 class Stopped(GymloopError):
@@ -64,31 +70,32 @@ class StopSignal:
                 os._exit(self.exit_code)
             if self.exit_code:
                 self.insisted = True
+                loop.call_soon_threadsafe(task.cancel)
                 timer = threading.Timer(HURRY_S, os._exit, (self.exit_code,))
                 timer.daemon = True
                 timer.start()
-                loop.call_soon_threadsafe(task.cancel)
             else:
                 self.exit_code = 128 + number
                 loop.call_soon_threadsafe(self._event.set)
 
-        self._handle = handle
-        before = {number: signal.getsignal(number) for number in SIGNALS}
-        for number in SIGNALS:
-            loop.add_signal_handler(number, _woken)
-        self.claim()
-        try:
-            yield
-        finally:
-            self._handle = None
-            for number, handler in before.items():
-                loop.remove_signal_handler(number)
-                signal.signal(number, handler)
+        with Wakeup() as wakeup:
+            loop.add_reader(wakeup, wakeup.drain)
+            self._handle = handle
+            before = {number: signal.getsignal(number) for number in SIGNALS}
+            self.claim()
+            try:
+                yield
+            finally:
+                self._handle = None
+                for number, handler in before.items():
+                    signal.signal(number, handler)
+                loop.remove_reader(wakeup)
 
     def claim(self) -> None:
         """Handle both signals again, within ``installed`` and from the main thread.
 
-        Ray's C++ core puts a handler of its own for SIGTERM in place when a process connects; call this then.
+        Ray's C++ core puts a handler of its own for SIGTERM in place when a process connects, and the system's, which
+        ends the process, a second before it has disconnected. Python is told of neither.
         """
         if self._handle is not None:
             for number in SIGNALS:
@@ -99,11 +106,22 @@ class StopSignal:
         """Whether the run was asked to stop."""
         return self._event.is_set()
 
+    async def keep(self) -> NoReturn:
+        """Claim both signals over and over, until cancelled."""
+        while True:  # bounded: by the work that it runs beside; it is cancelled when that ends
+            self.claim()
+            await asyncio.sleep(CLAIM_S)
+
     async def watch(self) -> NoReturn:
         """Raises Stopped once the run was asked to stop."""
         await self._event.wait()  # bounded: by the work it runs beside; it is cancelled when that ends
         raise Stopped(self.exit_code)
 
+    async def unless_asked(self, work: Callable[[], T], name: str) -> T:
+        """The result of blocking work, in a thread of its own.
 
-def _woken() -> None:
-    """The loop's part of a signal: being awake. Registered, the signal writes to a descriptor that the loop watches."""
+        Raises:
+            Stopped: the run was asked to stop first; the thread finishes on its own.
+        """
+        result: T = await first_failure(in_thread(work, name), self.watch())
+        return result

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import time
 from contextlib import ExitStack
+from functools import partial
 
 from gymloop.cluster.health import Health, first_failure
 from gymloop.config.dump import as_yaml
@@ -58,59 +59,83 @@ async def train(plan: Plan, *, resume: bool = False, sequential: bool = False) -
     task = asyncio.current_task()
     if task is None:
         raise RuntimeError("train runs as a task of an event loop")
-    limits = plan.recipe.health
-    watchdog = LoopWatchdog("the run's event loop", limits.loop_lag_s)
+    watchdog = LoopWatchdog("the run's event loop", plan.recipe.health.loop_lag_s)
     with reaped(), stop.installed(task), watchdog, Progress() as progress, ExitStack() as files:
-        health = Health(limits.check_period_s, limits.unresponsive_after_s, progress.failed)
-        store = CheckpointStore(plan.run_dir / "checkpoints", Retention.of(plan.recipe.checkpointing))
-        transcripts = Transcripts(plan.run_dir / "trajectories")
-        hold_folder(plan, files)
-        checkpoint = await asyncio.to_thread(store.latest) if resume else None  # it hashes every byte
-        if not resume and (plan.run_dir / "metrics.jsonl").exists():
-            raise ConfigError(f"{plan.run_dir} holds a run already; continue it with --resume or choose another --run")
-        if checkpoint is not None and finished(plan.recipe, checkpoint.step, checkpoint.state["loader"]):
-            progress.say(f"the run in {plan.run_dir} finished its {checkpoint.step} steps; nothing is left to do")
-            return 0
-        hosting = await asyncio.to_thread(hosting_of, plan, progress)
-        plan = settle_rows(plan, hosting.gym if hosting else None)
-        sinks = open_files(plan, checkpoint, progress, files)
-        transcripts.drop_after(None if checkpoint is None else checkpoint.step)
         try:
-            started, run = await first_failure(
-                start_run(
-                    plan,
-                    checkpoint,
-                    store,
-                    transcripts,
-                    sinks,
-                    progress,
-                    stop,
-                    health,
-                    watchdog,
-                    hosting,
-                    sequential=sequential,
-                    began=began,
-                ),
-                health.failed(),
-                stop.watch(),
-            )
+            return await _train(plan, resume, sequential, began, stop, watchdog, progress, files)
         except (Stopped, asyncio.CancelledError):
             if not stop.requested:
                 raise
             progress.say("stopped while starting; nothing was trained")
             return stop.exit_code
-        except GymloopError as error:
-            progress.failed(error)
-            raise
-        try:
-            exit_code = await until_stopped(run)
-        except GymloopError as error:
-            progress.failed(error)
-            raise
-        finally:
-            await give_back(started, stop)
-        summarise(plan, progress)
-        return exit_code
+
+
+async def _train(
+    plan: Plan,
+    resume: bool,
+    sequential: bool,
+    began: float,
+    stop: StopSignal,
+    watchdog: LoopWatchdog,
+    progress: Progress,
+    files: ExitStack,
+) -> int:
+    """Start, train, give back.
+
+    Raises:
+        Stopped: the run was asked to stop before it trained.
+        asyncio.CancelledError: it was asked a second time before it trained.
+    """
+    limits = plan.recipe.health
+    health = Health(limits.check_period_s, limits.unresponsive_after_s, progress.failed)
+    store = CheckpointStore(plan.run_dir / "checkpoints", Retention.of(plan.recipe.checkpointing))
+    transcripts = Transcripts(plan.run_dir / "trajectories")
+    hold_folder(plan, files)
+    checkpoint = None
+    if resume:
+        checkpoint = await stop.unless_asked(store.latest, "checkpoint")  # it hashes every byte
+    elif (plan.run_dir / "metrics.jsonl").exists():
+        raise ConfigError(f"{plan.run_dir} holds a run already; continue it with --resume or choose another --run")
+    if checkpoint is not None and finished(plan.recipe, checkpoint.step, checkpoint.state["loader"]):
+        progress.say(f"the run in {plan.run_dir} finished its {checkpoint.step} steps; nothing is left to do")
+        return 0
+    hosting = await stop.unless_asked(partial(hosting_of, plan, progress), "nemo-gym")
+    plan = settle_rows(plan, hosting.gym if hosting else None)
+    sinks = open_files(plan, checkpoint, progress, files)
+    transcripts.drop_after(None if checkpoint is None else checkpoint.step)
+    try:
+        started, run = await first_failure(
+            start_run(
+                plan,
+                checkpoint,
+                store,
+                transcripts,
+                sinks,
+                progress,
+                stop,
+                health,
+                watchdog,
+                hosting,
+                sequential=sequential,
+                began=began,
+            ),
+            health.failed(),
+            stop.watch(),
+        )
+    except Stopped:
+        raise
+    except GymloopError as error:
+        progress.failed(error)
+        raise
+    try:
+        exit_code = await until_stopped(run)
+    except GymloopError as error:
+        progress.failed(error)
+        raise
+    finally:
+        await give_back(started, stop)
+    summarise(plan, progress)
+    return exit_code
 
 
 def hosting_of(plan: Plan, progress: Progress) -> Hosting | None:

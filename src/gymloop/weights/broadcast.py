@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 
     from gymloop.weights.receiver import WeightReceiver
 
-HEADER_WORDS = ALIGN // 8
 _MAGIC = 0x67796D6C6F6F70
 SENDER_RANK = 0
 
@@ -76,13 +75,20 @@ class Channel:
             self._group = dist.ProcessGroupGloo(prefixed, rank, size, options)
 
     def begin(self, buffer: torch.Tensor) -> Any:
-        """Begin to send, on rank 0, or receive ``buffer``; returns what ``finish`` takes."""
+        """Begin to send, on rank 0, or receive ``buffer``; returns what ``finish`` takes.
+
+        Raises:
+            RuntimeError: another thread has closed the group, or a rank died (torch's own error).
+        """
         import torch.distributed as dist
 
+        group = self._group
+        if group is None:
+            raise RuntimeError("the group was closed")
         options = dist.BroadcastOptions()
         options.rootRank = SENDER_RANK
         options.timeout = self._limit
-        return self._group.broadcast([buffer], options)
+        return group.broadcast([buffer], options)
 
     def finish(self, work: Any) -> None:
         """Wait until it is done.

@@ -52,13 +52,17 @@ def choose_transport(policy: Place, engines: Sequence[Place], asked: Transport |
     devices = {policy.device, *(engine.device for engine in engines)}
     if _why_not("cuda_ipc", policy, engines) is None:
         return Choice("cuda_ipc", "policy and engine share a GPU")
-    if devices == {"cuda"}:
+    shares_gpu = _why_not("broadcast", policy, engines) is not None
+    if devices == {"cuda"} and not shares_gpu:
         return Choice("broadcast", "policy and engines are on several GPUs")
     if _why_not("shared_memory", policy, engines) is None:
-        where = "in main memory" if devices == {"cpu"} else "on a CPU and a GPU"
+        mixed = "one of these on its GPU" if shares_gpu else "on a CPU and a GPU"
+        where = "in main memory" if devices == {"cpu"} else mixed
         return Choice("shared_memory", f"policy and engines are on one host, {where}")
     if policy.host is None:
         return Choice("object_store", "this system has no anonymous shared memory")
+    if shares_gpu:
+        return Choice("object_store", "policy and engines are on several hosts, one of these on its GPU")
     return Choice("broadcast", "policy and engines are on several hosts")
 
 
@@ -74,4 +78,8 @@ def _why_not(transport: Transport, policy: Place, engines: Sequence[Place]) -> s
             return "this system has no anonymous shared memory"
         if any(engine.host != policy.host for engine in engines):
             return "policy and engines are not all on one host"
+    on_gpus = {policy.device, *(engine.device for engine in engines)} == {"cuda"}
+    shared = any((engine.host, engine.gpu) == (policy.host, policy.gpu) for engine in engines)
+    if transport == "broadcast" and on_gpus and shared:
+        return "policy and engine are on one GPU, and NCCL takes one process per GPU"
     return None

@@ -207,7 +207,8 @@ def test_the_processes_end_with_the_one_that_asks(tmp_path):
 def test_without_math_verify_the_sentence_has_the_command(monkeypatch):
     require_math_verify()
     monkeypatch.setattr(math_judge, "_there", lambda name: name != "antlr4")
-    with pytest.raises(ConfigError, match=r"antlr4 cannot be imported; run `pip install 'gymloop\[math\]'`"):
+    said = r"antlr4 cannot be imported; run `pip install -e '\.\[math\]'` in gymloop's checkout"
+    with pytest.raises(ConfigError, match=said):
         require_math_verify()
 
 

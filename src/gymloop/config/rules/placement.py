@@ -93,8 +93,8 @@ def _replicas(recipe: Recipe, _folder: Path) -> Iterator[Violation]:
     elif total and generation.replicas not in (None, total // size):
         yield Violation(
             (REPLICAS, GPUS, NODES, COLOCATED, ENGINE_GPUS, ENGINE_NODES),
-            f"is {generation.replicas}, but {total} GPUs of the engines, {size} each, are {total // size}; expected "
-            f"{total // size} or null",
+            f"is {generation.replicas}, but the engines have {total} GPU{'' if total == 1 else 's'}, {size} for each; "
+            f"expected {total // size} or null",
         )
 
 
@@ -110,12 +110,20 @@ def _policy(recipe: Recipe, _folder: Path) -> Iterator[Violation]:
 
 
 def _transport(recipe: Recipe, _folder: Path) -> Iterator[Violation]:
-    """Weights stay on a GPU only where policy and engine share one."""
-    if recipe.policy.generation.refit_transport != "cuda_ipc":
+    """Weights stay on a GPU only where policy and engine share one, and NCCL moves them only where they do not."""
+    asked, gpus = recipe.policy.generation.refit_transport, recipe.cluster.gpus_per_node
+    colocated = recipe.policy.generation.colocated.enabled
+    if asked == "broadcast" and gpus and colocated:
+        yield Violation(
+            (TRANSPORT, COLOCATED, GPUS),
+            f"'broadcast' is NCCL between GPUs, which takes one process of a GPU, and with {COLOCATED} true policy and "
+            "engine share one; expected 'auto' or 'cuda_ipc'",
+        )
+    if asked != "cuda_ipc":
         return
-    if not recipe.cluster.gpus_per_node:
+    if not gpus:
         yield Violation((TRANSPORT, GPUS), f"'cuda_ipc' needs a GPU, and {GPUS} is 0; expected 'auto'")
-    elif not recipe.policy.generation.colocated.enabled:
+    elif not colocated:
         yield Violation(
             (TRANSPORT, COLOCATED),
             f"'cuda_ipc' needs engines on the policy's GPU, and {COLOCATED} is false; expected 'auto' or 'broadcast'",

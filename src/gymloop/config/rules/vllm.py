@@ -12,27 +12,42 @@ CFG = "policy.generation.vllm_cfg"
 KWARGS = "policy.generation.vllm_kwargs"
 SERVING = f"{CFG}.http_server_serving_chat_kwargs"
 
+LEAST_TEMPERATURE = 0.01
+"""Below it, but for 0, vLLM samples at it instead."""
+
 _IDS = "a rollout's tokens would no longer be what the model sampled"
 _LOGPROBS = "logprobs would be of another distribution than the one that is sampled from"
+_WEIGHTS = f"the engine's model would no longer be the trainer's, and {_LOGPROBS}"
+_NO_TOKENIZER = "vLLM gets no tokenizer: gymloop renders and reads text itself"
+_FOLDER = "vLLM gets the folder that policy.model_name is or was brought to, and reads no revision"
+_GENERATES = "rollouts need a model that generates"
+_ONE_ENGINE = f"an engine is split by {CFG}.tensor_parallel_size only"
+_ONE_NODE = "an engine's processes and GPUs are of one node, and are reserved before it starts"
+_BESIDE = "engines beside each other are policy.generation.replicas"
+_NO_DRAFT = f"a draft model is not updated with the policy, and {_IDS}"
+_OFFLOAD = "weight updates are written to parameters that stay on their device"
+_OLD_KEYS = "keys and values of old weights would outlive a weight sync, which drops those of the engine itself only"
 _OWN = {
     "model": "it is policy.model_name",
-    "tokenizer": "vLLM gets no tokenizer: gymloop renders and reads text itself",
-    "skip_tokenizer_init": "vLLM gets no tokenizer: gymloop renders and reads text itself",
     "dtype": "it is policy.precision",
+    "override_attention_dtype": "it is policy.precision",
     "seed": "it is grpo.seed",
     "max_model_len": "it is policy.max_total_sequence_length",
     "max_num_seqs": f"it is {CFG}.max_num_seqs",
     "tensor_parallel_size": f"it is {CFG}.tensor_parallel_size, which places the engines",
-    "pipeline_parallel_size": f"an engine is split by {CFG}.tensor_parallel_size only",
-    "data_parallel_size": "engines beside each other are policy.generation.replicas",
+    "distributed_executor_backend": "vLLM's processes are the engine's own children, reserved for and watched",
+    "device_ids": "an engine has the GPUs that were reserved for it",
     "gpu_memory_utilization": f"it is {CFG}.gpu_memory_utilization",
     "kv_cache_memory_bytes": f"it is {CFG}.kv_cache_memory_bytes",
+    "num_gpu_blocks_override": f"the KV cache is as large as {CFG}.kv_cache_memory_bytes, or as planned",
     "kv_cache_dtype": f"it is {CFG}.kv_cache_dtype",
+    "calculate_kv_scales": f"scales are calculated once, for weights that the next sync replaces, and {_LOGPROBS}",
     "enforce_eager": f"it is {CFG}.enforce_eager",
     "load_format": f"it is {CFG}.load_format",
     "enable_prefix_caching": f"it is {CFG}.enable_prefix_caching",
     "enable_sleep_mode": "the run sleeps and wakes the engine around its weight syncs",
     "worker_cls": "gymloop's weight updates need vLLM's own worker",
+    "scheduler_cls": "requests stand still and go on around a weight sync, as vLLM's own scheduler lets them",
     "worker_extension_cls": "it is where gymloop's weight updates arrive",
     "weight_transfer_config": "weights go by policy.generation.refit_transport",
     "generation_config": f"sampling settings of the model's folder would apply, and {_LOGPROBS}",
@@ -41,10 +56,43 @@ _OWN = {
     "logits_processors": _LOGPROBS,
     "watermark_config": _LOGPROBS,
     "quantization": f"engine and trainer would compute with different weights, and {_LOGPROBS}",
-    "speculative_config": f"a draft model is not updated with the policy, and {_IDS}",
+    "quantization_config": f"engine and trainer would compute with different weights, and {_LOGPROBS}",
+    "reasoning_parser": "it is policy.tokenizer.reasoning_parser",
+    "reasoning_parser_plugin": "it is policy.tokenizer.reasoning_parser_plugin",
     "enable_lora": "weights are whole models",
     "stream_interval": "weight versions are told token by token",
-}
+    **dict.fromkeys(("tokenizer", "tokenizer_mode", "tokenizer_revision", "skip_tokenizer_init"), _NO_TOKENIZER),
+    **dict.fromkeys(("revision", "code_revision"), _FOLDER),
+    **dict.fromkeys(
+        ("hf_overrides", "hf_config_path", "config_format", "model_weights", "model_class_overrides"), _WEIGHTS
+    ),
+    **dict.fromkeys(("runner", "convert"), _GENERATES),
+    **dict.fromkeys(
+        (
+            "pipeline_parallel_size", "prefill_context_parallel_size", "enable_expert_parallel",
+            "enable_ep_weight_filter", "enable_eplb", "enable_elastic_ep",
+        ),
+        _ONE_ENGINE,
+    ),
+    **dict.fromkeys(("nnodes", "node_rank", "master_addr", "master_port"), _ONE_NODE),
+    **dict.fromkeys(
+        (
+            "data_parallel_size", "data_parallel_size_local", "data_parallel_rank", "data_parallel_start_rank",
+            "data_parallel_address", "data_parallel_rpc_port", "data_parallel_backend", "data_parallel_hybrid_lb",
+            "data_parallel_external_lb", "data_parallel_multi_port_external_lb",
+        ),
+        _BESIDE,
+    ),
+    **dict.fromkeys(("speculative_config", "spec_method", "spec_model", "spec_tokens"), _NO_DRAFT),
+    **dict.fromkeys(
+        (
+            "cpu_offload_gb", "cpu_offload_params", "offload_backend", "offload_group_size", "offload_num_in_group",
+            "offload_params", "offload_prefetch_step",
+        ),
+        _OFFLOAD,
+    ),
+    **dict.fromkeys(("kv_transfer_config", "kv_offloading_size", "kv_offloading_backend"), _OLD_KEYS),
+}  # fmt: skip
 """Arguments of vLLM's engine that ``vllm_kwargs`` may not set, and why."""
 
 
@@ -150,13 +198,45 @@ def _deterministic(recipe: Recipe, _folder: Path) -> Iterator[Violation]:
         )
 
 
+def _temperature(recipe: Recipe, _folder: Path) -> Iterator[Violation]:
+    """The trainer's logprobs are at the recipe's temperature, so the engine has to sample at just that."""
+    generation = recipe.policy.generation
+    if generation.backend != "vllm":
+        return
+    for name, greedy in (("temperature", ""), ("val_temperature", "0 or ")):
+        value = getattr(generation, name)
+        if value is not None and 0 < value < LEAST_TEMPERATURE:
+            yield Violation(
+                (f"policy.generation.{name}", "policy.generation.backend"),
+                f"is {value}, and vLLM would sample at {LEAST_TEMPERATURE} in its place; expected {greedy}at least "
+                f"{LEAST_TEMPERATURE}, or backend 'torch'",
+            )
+
+
 def _cpu(recipe: Recipe, _folder: Path) -> Iterator[Violation]:
-    cfg = recipe.policy.generation.vllm_cfg
-    if cfg is not None and recipe.cluster.gpus_per_node == 0 and cfg.tensor_parallel_size > 1:
+    cfg, gpus = recipe.policy.generation.vllm_cfg, "cluster.gpus_per_node"
+    if recipe.cluster.gpus_per_node:
+        return
+    if cfg is not None and cfg.tensor_parallel_size > 1:
         yield Violation(
-            (f"{CFG}.tensor_parallel_size", "cluster.gpus_per_node"),
-            f"is {cfg.tensor_parallel_size} without GPUs; expected 1, or cluster.gpus_per_node",
+            (f"{CFG}.tensor_parallel_size", gpus), f"is {cfg.tensor_parallel_size} without GPUs; expected 1, or {gpus}"
+        )
+    if recipe.policy.generation.vllm_kwargs.get("enable_chunked_prefill"):
+        yield Violation(
+            (f"{KWARGS}.enable_chunked_prefill", KWARGS, gpus),
+            "is true without GPUs, where vLLM dies of a prompt that is split over two steps and whose request has a "
+            "seed; expected false, or nothing",
         )
 
 
-RULES: tuple[Rule, ...] = (_only_with_vllm, _kwargs, _said_twice, _parsers, _switches, _compile, _deterministic, _cpu)
+RULES: tuple[Rule, ...] = (
+    _only_with_vllm,
+    _kwargs,
+    _said_twice,
+    _parsers,
+    _switches,
+    _compile,
+    _deterministic,
+    _temperature,
+    _cpu,
+)

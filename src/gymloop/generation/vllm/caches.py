@@ -1,7 +1,8 @@
 """Where compiled graphs are kept between runs: one folder for whatever would compile alike.
 
 Its name follows from the model's shape, the engine's arguments, the versions and the device, so that a second start
-with the same finds what the first left, and one with others can find nothing wrong.
+with the same finds what the first left, and one with others can find nothing wrong. A folder that the user chose
+(``VLLM_CACHE_ROOT``) serves all starts; a mark of each start is then what tells a hit from a miss.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import os
 import platform
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,6 +21,7 @@ from typing import Any, Literal
 from gymloop.gpu import gpu_of
 from gymloop.models.store import cache_root
 
+_ROOT = "VLLM_CACHE_ROOT"
 _DONE = "started"
 _MATTERS_NOT = frozenset(
     {
@@ -41,32 +44,36 @@ class CompileCache:
 
     Attributes:
         folder: given to vLLM as its cache root.
+        done: the file that is there once a start with this key came to its end.
+        shared: the folder of what all caches share.
         found: ``hit`` where a start with the same key came to its end before, so that what it compiled is there, be it
             kernels alone; ``miss`` where none did; ``off`` with ``enforce_eager``.
     """
 
     folder: Path
+    done: Path
+    shared: Path
     found: Literal["hit", "miss", "off"]
 
     @property
     def environment(self) -> dict[str, str]:
         """Variables that lead vLLM to it."""
-        return {"VLLM_CACHE_ROOT": str(self.folder), "TRITON_CACHE_DIR": str(self.folder.parent / _KERNELS)}
+        return {_ROOT: str(self.folder), "TRITON_CACHE_DIR": str(self.shared / _KERNELS)}
 
     def prepare(self) -> None:
         """Make the folder, before vLLM starts."""
-        shared = self.folder.parent / _MODEL_FACTS
-        shared.mkdir(parents=True, exist_ok=True)
-        self.folder.mkdir(exist_ok=True)
+        facts = self.shared / _MODEL_FACTS
+        facts.mkdir(parents=True, exist_ok=True)
+        self.folder.mkdir(parents=True, exist_ok=True)
         own = self.folder / _MODEL_FACTS
-        if not own.exists():
+        if self.folder.parent == self.shared and not own.exists():
             with contextlib.suppress(FileExistsError):  # another engine that starts now was faster
-                own.symlink_to(shared, target_is_directory=True)
+                own.symlink_to(facts, target_is_directory=True)
 
     def mark(self) -> None:
         """The start came to its end: the next one will find all it needs."""
         if self.found == "miss":
-            (self.folder / _DONE).touch()
+            self.done.touch()
 
 
 def compile_cache(folder: Path, arguments: Mapping[str, Any], version: str, device: str) -> CompileCache:
@@ -74,17 +81,23 @@ def compile_cache(folder: Path, arguments: Mapping[str, Any], version: str, devi
 
     Args:
         folder: of the model.
-        arguments: of vLLM's engine.
+        arguments: of vLLM's engine, all of them.
         version: vLLM's.
         device: as torch names it.
     """
     config = (folder / "config.json").read_bytes()
     kept = {name: value for name, value in sorted(arguments.items()) if name not in _MATTERS_NOT}
     parts = (hashlib.sha256(config).hexdigest(), json.dumps(kept, default=str), version, *_machine(device))
-    root = cache_root() / "vllm" / hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
-    if arguments.get("enforce_eager"):
-        return CompileCache(root, "off")
-    return CompileCache(root, "hit" if (root / _DONE).is_file() else "miss")
+    shared = cache_root() / "vllm"
+    key = hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
+    if chosen := os.environ.get(_ROOT):
+        root = Path(chosen)
+        done = root / f"gymloop-{key}"
+    else:
+        root = shared / key
+        done = root / _DONE
+    found: Literal["hit", "miss"] = "hit" if done.is_file() else "miss"
+    return CompileCache(root, done, shared, "off" if arguments.get("enforce_eager") else found)
 
 
 def _machine(device: str) -> tuple[str, ...]:

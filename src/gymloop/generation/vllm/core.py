@@ -50,7 +50,6 @@ class EngineCore:
         self._before: frozenset[int | None] = frozenset()
         self._closing = threading.Event()
         self._watch: threading.Thread | None = None
-        self.death: str | None = None
 
     @contextmanager
     def starting(self, environment: Mapping[str, str]) -> Iterator[None]:
@@ -141,10 +140,8 @@ class EngineCore:
                     return
                 process = sentinels[sentinel]  # type: ignore[index]
                 cause = self.cause()
-                self.death = f"vLLM's process {process.name} (pid {process.pid}) {_ending(_exit_code(process))}" + (
-                    f": {cause}" if cause else ""
-                )
-                on_death(self.death)
+                death = f"vLLM's process {process.name} (pid {process.pid}) {_ending(_exit_code(process))}"
+                on_death(f"{death}: {cause}" if cause else death)
                 return
 
 

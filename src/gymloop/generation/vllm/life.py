@@ -61,6 +61,11 @@ class Life:
         if self.over:
             raise InfraError(self._why)
 
+    def require_serving(self) -> None:
+        """Raise InfraError, with the cause, where it takes no requests."""
+        if self.refuses:
+            raise InfraError(self._why)
+
     def loss(self, request_id: str) -> InfraError:
         """What a request is told that its end cost."""
         return InfraError(f"request {request_id!r} was lost: {self._why}")

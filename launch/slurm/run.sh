@@ -1,0 +1,23 @@
+#!/usr/bin/env bash
+# Runs a command that SIGUSR1 asks to end, as SIGTERM does: srun passes that signal on, and kills at a SIGTERM.
+#
+#   run.sh COMMAND [ARGUMENT...]
+#
+# Slurm gives a signal to all processes of a step. The command and what it starts ignore SIGUSR1; a SIGTERM they have
+# themselves, so it is not repeated here: a run takes a second one for a wish to end without saving.
+set -euo pipefail
+
+(($# >= 1)) || {
+  printf 'usage: run.sh COMMAND [ARGUMENT...]\n' >&2
+  exit 2
+}
+trap '' USR1
+"$@" &
+run=$!
+trap 'kill -TERM "$run" 2>/dev/null || true' USR1
+trap ':' TERM
+while kill -0 "$run" 2>/dev/null; do
+  wait "$run" || true # a signal interrupts it, with a status of its own
+done
+wait "$run" && status=0 || status=$? # the status of the command itself, which bash remembers
+exit "$status"
