@@ -87,9 +87,9 @@ class RayCluster:
     def disconnect(self) -> None:
         """Leave the cluster; one that was started here ends. Safe to call twice, and from any thread.
 
-        One that is being started cannot be told to stop, and is waited for, since Ray holds Python's lock until its head
-        process has told its port: were that process killed before, nothing of this one would run for Ray's 30 s. One
-        that is not up after 10 s ends as soon as it is, or with this process.
+        One that is being started cannot be told to stop, and is waited for: Ray holds Python's lock until its head
+        process has told its port, so were that process killed before, nothing of this one would run for Ray's 30 s.
+        One that is not up after 10 s ends as soon as it is, or with this process.
 
         Raises:
             InfraError: Ray did not end within 20 s.
