@@ -22,7 +22,7 @@ from typing import Any
 from gymloop.cluster.health import Health, first_failure
 from gymloop.config.dump import as_yaml
 from gymloop.config.plan import Plan
-from gymloop.errors import ConfigError, GymloopError, InfraError
+from gymloop.errors import ConfigError, InfraError
 from gymloop.files import held
 from gymloop.gym.contract import Row
 from gymloop.gym.foreign import ForeignModel
@@ -48,7 +48,7 @@ from gymloop.training.output import Output, folder_of
 from gymloop.training.stop import Stopped, StopSignal
 from gymloop.training.tasks import rollouts
 from gymloop.training.tasks.collection import collected_rows, collection_tasks
-from gymloop.training.train import give_back, hosting_of
+from gymloop.training.train import give_back, hosting_of, reported
 
 TOLD = 10
 """Lines that a collection writes about its progress where there is no terminal."""
@@ -110,39 +110,32 @@ async def _collect(plan: Plan, request: Request, stop: StopSignal, progress: Pro
     health = Health(limits.check_period_s, limits.unresponsive_after_s, progress.failed)
     open_folder(plan, progress)
     graph = collection_tasks(plan, request, health, stop, hosting, source, rows)
-    try:
+    with reported(progress):
         started: Started = await first_failure(run_graph(graph, progress.startup_event), health.failed(), stop.watch())
-    except Stopped:
-        raise
-    except GymloopError as error:
-        progress.failed(error)
-        raise
     try:
-        progress.startup_done(started.timeline)
-        rows = collected_rows(request, started.results)
-        ours = identity(plan, request, rows, started.results.get("model"))
-        output.refuse_others(ours)
-        found = await asyncio.to_thread(retried, found, output, request, progress)
-        if torn := output.open(ours, found):
-            progress.say(f"{request.output}: the last line was torn; its {torn} bytes were cut off")
-        files.callback(output.close)
-        tasks = tasks_of(plan, request, rows)
-        if request.model_url is None:  # the loss of one of several engines is no reason to end
-            continued = plan.recipe.policy.generation.on_replica_death
-            Fleet(started.results["server"]["remotes"], started.results["client"], health, continued, progress.say)
-        run = _Collection(output, found.tally, progress, missing(tasks, found.done), len(tasks))
-        try:
-            collector = rollouts.collector(plan, started.results, request.part)
-            await first_failure(run.collect(collector), health.failed(), stop.watch())
-        except (Stopped, asyncio.CancelledError):
-            if not stop.requested:
-                raise
-            progress.say("stopped; the same command goes on with what is missing")
-        output.close()
-        run.say_speed(started.results["client"])
-    except GymloopError as error:
-        progress.failed(error)
-        raise
+        with reported(progress):
+            progress.startup_done(started.timeline)
+            rows = collected_rows(request, started.results)
+            ours = identity(plan, request, rows, started.results.get("model"))
+            output.refuse_others(ours)
+            found = await asyncio.to_thread(retried, found, output, request, progress)
+            if torn := output.open(ours, found):
+                progress.say(f"{request.output}: the last line was torn; its {torn} bytes were cut off")
+            files.callback(output.close)
+            tasks = tasks_of(plan, request, rows)
+            if request.model_url is None:  # the loss of one of several engines is no reason to end
+                continued = plan.recipe.policy.generation.on_replica_death
+                Fleet(started.results["server"]["remotes"], started.results["client"], health, continued, progress.say)
+            run = _Collection(output, found.tally, progress, missing(tasks, found.done), len(tasks))
+            try:
+                collector = rollouts.collector(plan, started.results, request.part)
+                await first_failure(run.collect(collector), health.failed(), stop.watch())
+            except (Stopped, asyncio.CancelledError):
+                if not stop.requested:
+                    raise
+                progress.say("stopped; the same command goes on with what is missing")
+            output.close()
+            run.say_speed(started.results["client"])
     finally:
         await give_back(started, stop)
     code = summarise(found, tasks, progress)

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from functools import partial
 
 from gymloop.cluster.health import Health, first_failure
@@ -103,7 +104,7 @@ async def _train(
     plan = settle_rows(plan, hosting.gym if hosting else None)
     sinks = open_files(plan, checkpoint, progress, files)
     transcripts.drop_after(None if checkpoint is None else checkpoint.step)
-    try:
+    with reported(progress):
         started, run = await first_failure(
             start_run(
                 plan,
@@ -122,20 +123,25 @@ async def _train(
             health.failed(),
             stop.watch(),
         )
+    try:
+        with reported(progress):
+            exit_code = await until_stopped(run)
+    finally:
+        await give_back(started, stop)
+    summarise(plan, progress)
+    return exit_code
+
+
+@contextmanager
+def reported(progress: Progress) -> Iterator[None]:
+    """What ends a run within the block is told before the run is torn down; that it was asked to end is no failure."""
+    try:
+        yield
     except Stopped:
         raise
     except GymloopError as error:
         progress.failed(error)
         raise
-    try:
-        exit_code = await until_stopped(run)
-    except GymloopError as error:
-        progress.failed(error)
-        raise
-    finally:
-        await give_back(started, stop)
-    summarise(plan, progress)
-    return exit_code
 
 
 def hosting_of(plan: Plan, progress: Progress) -> Hosting | None:
