@@ -256,20 +256,16 @@ print(json.dumps([said, time.monotonic() - began]))
 
 
 LEFT_AT_ONCE = """
-import json, os, sys, threading, time
+import contextlib, json, os, sys, threading, time
 from pathlib import Path
 from gymloop.cluster.local import RayCluster
 
 def children():
     found = []
     for task in Path("/proc/self/task").iterdir():
-        for pid in (task / "children").read_text().split():
-            try:
-                command = Path(f"/proc/{pid}/cmdline").read_bytes()
-            except OSError:
-                continue
-            if command:  # it has not ended
-                found.append(os.path.basename(command.split(b"\\0")[0].decode()))
+        with contextlib.suppress(OSError):  # a thread or a child has ended meanwhile
+            for pid in (task / "children").read_text().split():
+                found.append(os.path.basename(Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\\0")[0].decode()))
     return found
 
 cluster = RayCluster(num_cpus=1)
