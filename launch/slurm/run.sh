@@ -4,7 +4,7 @@
 #   run.sh COMMAND [ARGUMENT...]
 #
 # Slurm gives a signal to all processes of a step. The command and what it starts ignore SIGUSR1; a SIGTERM they have
-# themselves, so it is not repeated here: a run takes a second one for a wish to end without saving.
+# themselves. However they come, the command is asked once: a run takes a second SIGTERM for a wish to end without saving.
 set -euo pipefail
 
 (($# >= 1)) || {
@@ -14,8 +14,14 @@ set -euo pipefail
 trap '' USR1
 "$@" &
 run=$!
-trap 'kill -TERM "$run" 2>/dev/null || true' USR1
-trap ':' TERM
+asked=0
+# shellcheck disable=SC2329 # a trap calls it
+ask() {
+  ((asked)) || kill -TERM "$run" 2>/dev/null || true
+  asked=1
+}
+trap ask USR1
+trap 'asked=1' TERM
 while kill -0 "$run" 2>/dev/null; do
   wait "$run" || true # a signal interrupts it, with a status of its own
 done

@@ -391,7 +391,7 @@ def test_vllm_in_a_recipe_is_looked_for_and_not_imported(tmp_path):
     [
         (
             "/nonexistent/model",
-            "model '/nonexistent/model' is neither an existing folder nor a Hugging Face id such as",
+            "model '/nonexistent/model' is neither a folder on this machine nor a Hugging Face id such as",
         ),
         ("./gone", "model './gone' is neither"),
         ("~/gone/model", "model '~/gone/model' is neither"),

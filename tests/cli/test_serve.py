@@ -338,7 +338,7 @@ def test_a_taken_port_is_named_with_the_next_free_one(toy, capsys):
 @pytest.mark.parametrize(
     ("model", "sentence"),
     [
-        ("no such model", "'no such model' is neither an existing folder nor a Hugging Face id"),
+        ("no such model", "'no such model' is neither a folder on this machine nor a Hugging Face id"),
         ("{empty}", "has no config.json"),
         ("{damaged}", "cannot be loaded"),
     ],

@@ -27,14 +27,19 @@ def test_secrets_and_whatever_no_worker_is_known_to_need_go(name):
     assert is_needed(name, (name,)), "unless the recipe names it"
 
 
-SHOWN, UNSHOWN, STAYS = "shown", "unshown", "stays"
+SHOWN, UNSHOWN, FALLBACK, STAYS = "shown", "unshown", "fallback", "stays"
 
 
 @pytest.mark.parametrize(
     ("name", "value", "named", "how"),
     [
-        ("NCCL_SOCKET_IFNAME", "ib0", False, SHOWN),
-        ("GLOO_SOCKET_IFNAME", "ib0", False, SHOWN),
+        # A node that has interfaces of its own keeps them, unless the recipe names the variable.
+        ("NCCL_SOCKET_IFNAME", "ib0", False, FALLBACK),
+        ("GLOO_SOCKET_IFNAME", "ib0", False, FALLBACK),
+        ("NCCL_IB_HCA", "mlx5", False, FALLBACK),
+        ("UCX_NET_DEVICES", "mlx5_0:1", False, FALLBACK),
+        ("NCCL_SOCKET_IFNAME", "ib0", True, SHOWN),
+        ("NCCL_DEBUG", "INFO", False, SHOWN),
         ("VLLM_LOGGING_LEVEL", "INFO", False, SHOWN),
         ("GYMLOOP_CACHE", "/shared/cache", False, SHOWN),
         ("XDG_CACHE_HOME", "/shared", False, SHOWN),
@@ -60,6 +65,11 @@ SHOWN, UNSHOWN, STAYS = "shown", "unshown", "stays"
         ("CUDA_HOME", "/usr/local/cuda", False, STAYS),
         ("XDG_RUNTIME_DIR", "/run/user/1000", False, STAYS),
         ("VLLM_HOST_IP", "10.0.0.1", False, STAYS),
+        ("VLLM_LOGGING_CONFIG_PATH", "/home/me/log.json", False, STAYS),
+        ("VLLM_NCCL_SO_PATH", "/opt/libnccl.so", False, STAYS),
+        ("CUDNN_PATH", "/opt/cudnn", False, STAYS),
+        ("GOMP_CPU_AFFINITY", "0-3", False, STAYS),
+        ("TORCHELASTIC_RUN_ID", "7", False, STAYS),
         ("GYMLOOP_RUN", "mark", False, STAYS),
         ("GYMLOOP_SECRETS", "/home/me/secrets", False, STAYS),
         # Ray's to say, whatever is asked for.
@@ -73,6 +83,9 @@ SHOWN, UNSHOWN, STAYS = "shown", "unshown", "stays"
         ("HF_TOKEN_PATH", "/home/me/token", False, STAYS),
         ("VLLM_API_KEY", "k", False, STAYS),
         ("HF_ENDPOINT", "https://me:pw@mirror", False, UNSHOWN),
+        ("HF_ENDPOINT", "https://hf_token@mirror/models", False, UNSHOWN),
+        ("HF_ENDPOINT", "https://mirror/models@main", False, SHOWN),
+        ("VLLM_S3_ACCESS_KEY_ID", "AKIA", False, UNSHOWN),
         ("MY_SETTING", "v", False, STAYS),
         ("MY_SETTING", "v", True, UNSHOWN),
         ("https_proxy", "http://proxy", False, STAYS),
@@ -82,6 +95,7 @@ def test_what_a_worker_needs_travels_and_what_may_be_a_secret_is_not_shown(name,
     got = carried({name: value, "OTHER": "o"}, (name, "ABSENT") if named else ())
     assert got.shown == ({name: value} if how == SHOWN else {})
     assert got.unshown == ({name: value} if how == UNSHOWN else {})
+    assert got.fallback == ({name: value} if how == FALLBACK else {})
 
 
 def test_the_command_that_starts_python_takes_away_the_rest_and_shows_no_value():

@@ -258,6 +258,7 @@ print(json.dumps([said, time.monotonic() - began]))
 LEFT_AT_ONCE = """
 import contextlib, json, os, sys, threading, time
 from pathlib import Path
+from gymloop.cluster import local
 from gymloop.cluster.local import RayCluster
 
 def children():
@@ -268,6 +269,7 @@ def children():
                 found.append(os.path.basename(Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\\0")[0].decode()))
     return found
 
+local.SETTLE_LIMIT_S = local.DISCONNECT_LIMIT_S = 60.0  # the machine may be busy
 cluster = RayCluster(num_cpus=1)
 threading.Thread(target=cluster.connect, daemon=True).start()
 while "gcs_server" not in children():

@@ -73,6 +73,12 @@ def test_an_argument_that_vllm_does_not_know_is_named_with_its_key_and_the_neare
     )
 
 
+def test_a_type_of_cache_that_the_installed_vllm_does_not_know_is_refused_with_those_it_does():
+    support._require_cache("fp8", ("auto", "fp8"), "0.25.0")
+    with pytest.raises(ConfigError, match=r"is 'nvfp4_4over6', which vLLM 0\.25\.0 does not know; .* of auto, fp8"):
+        support._require_cache("nvfp4_4over6", ("auto", "fp8"), "0.25.0")
+
+
 def test_a_draw_follows_from_seed_and_key_and_only_from_them():
     plain, keyed = Sampling(4), Sampling(4, noise_key="g/0/0")
     assert draw_seed(plain, 1) is None
@@ -196,11 +202,16 @@ def test_a_cache_folder_of_the_users_serves_all_starts_and_hits_are_still_told_a
     first = compile_cache(tmp_path, arguments, "0.32.0", "cpu")
     assert (first.folder, first.found) == (tmp_path / "own", "miss")
     first.prepare()
-    assert not list(first.folder.iterdir()), "the user's folder is vLLM's alone"
     first.mark()
+    assert not first.folder.exists(), "the user's folder is vLLM's alone: it may be one that cannot be written"
+    assert compile_cache(tmp_path, arguments, "0.32.0", "cpu").found == "miss", "what was compiled is gone"
+    first.folder.mkdir()
     assert compile_cache(tmp_path, arguments, "0.32.0", "cpu").found == "hit"
     other = compile_cache(tmp_path, arguments, "0.31.0", "cpu")
     assert (other.folder, other.found) == (tmp_path / "own", "miss")
+    monkeypatch.setenv("VLLM_CACHE_ROOT", "~/own")
+    elsewhere = compile_cache(tmp_path, arguments, "0.32.0", "cpu")
+    assert (elsewhere.folder, elsewhere.found) == (Path.home() / "own", "miss")
     assert first.environment == {
         "VLLM_CACHE_ROOT": str(tmp_path / "own"), "TRITON_CACHE_DIR": str(tmp_path / "cache" / "vllm" / "triton"),
     }  # fmt: skip

@@ -275,12 +275,16 @@ def test_nodes_are_given_what_workers_need_of_the_submitters_environment_and_no_
     families = [f"{prefix.rstrip('_')}_X" for prefix in environment._FAMILIES]
     ours = dict.fromkeys([*families, "VLLM_LOGGING_LEVEL", "NCCL_SOCKET_IFNAME", "HF_HUB_CACHE", "GYMLOOP_CACHE"], "v")
     secrets = dict.fromkeys(["HF_TOKEN", "VLLM_API_KEY", "TORCH_HUB_TOKEN", "HF_TOKEN_PATH", "HF_password"], SECRET)
-    secrets["HF_ENDPOINT"] = f"https://me:{SECRET}@hub"
-    others = dict.fromkeys(["MY_SETTING", "CUDA_VISIBLE_DEVICES", "CUDA_MPS_PIPE_DIRECTORY", "VLLM_HOST_IP"], "v")
+    secrets |= {"HF_ENDPOINT": f"https://me:{SECRET}@hub", "HF_MIRROR": f"https://{SECRET}@hub"}
+    names = ["MY_SETTING", "CUDA_VISIBLE_DEVICES", "CUDA_MPS_PIPE_DIRECTORY", *environment._OF_ITS_MACHINE]
+    told = ("PATH", "HOME", "USER", "LANG", "TMP", "LD_", "VIRTUAL_ENV")  # to all nodes
+    others = dict.fromkeys([name for name in names if not name.startswith(told) and name not in secrets], "v")
     given = exported(slurm, **ours, **secrets, **others)
     travel = environment.carried(ours | secrets | others)
     assert {"NCCL_X", "HF_X", "VLLM_LOGGING_LEVEL", "GYMLOOP_CACHE"} <= travel.shown.keys() <= given
-    assert not given & (ours.keys() - travel.shown.keys()), "what the run's workers do not get, nodes do not either"
+    assert {"NCCL_SOCKET_IFNAME"} <= travel.fallback.keys() <= given
+    kept = ours.keys() - travel.shown.keys() - travel.fallback.keys()
+    assert not given & kept, "what the run's workers do not get, nodes do not either"
     assert not given & (secrets.keys() | others.keys())
     assert {"PATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV"} <= given
     assert "MY_SETTING" in exported(slurm, **others, GYMLOOP_WORKER_ENV="MY_SETTING")
@@ -347,7 +351,11 @@ def test_nothing_of_a_job_is_left_running(slurm):
     raise AssertionError(left)
 
 
-def test_a_command_in_its_step_is_asked_to_end_once_whatever_the_signal_reaches():
+@pytest.mark.parametrize(
+    "signals",
+    [(signal.SIGUSR1,), (signal.SIGTERM,), (signal.SIGTERM, signal.SIGUSR1), (signal.SIGUSR1, signal.SIGUSR1)],
+)
+def test_a_command_in_its_step_is_asked_to_end_once_whatever_the_signals_reach(signals):
     """SIGUSR1 and SIGTERM come to all processes of a step; a second SIGTERM would end a run without saving."""
     text = (
         "import signal, sys, time\n"
@@ -355,22 +363,23 @@ def test_a_command_in_its_step_is_asked_to_end_once_whatever_the_signal_reaches(
         "signal.signal(signal.SIGTERM, lambda *_: got.append(1))\n"
         "print('there', flush=True)\n"
         "while not got: time.sleep(0.02)\n"
-        "time.sleep(0.5)\n"
+        "print('asked', flush=True)\n"
+        "time.sleep(1.5)\n"
         "sys.exit(40 + len(got))\n"
     )
-    for number in (signal.SIGUSR1, signal.SIGTERM):
-        step = subprocess.Popen(
-            [str(ROOT / "launch/slurm/run.sh"), sys.executable, "-c", text],
-            stdout=subprocess.PIPE, text=True, start_new_session=True,
-        )  # fmt: skip
-        try:
-            assert step.stdout.readline() == "there\n"
+    step = subprocess.Popen(
+        [str(ROOT / "launch/slurm/run.sh"), sys.executable, "-c", text],
+        stdout=subprocess.PIPE, text=True, start_new_session=True,
+    )  # fmt: skip
+    try:
+        for said, number in zip(("there\n", "asked\n"), signals, strict=False):
+            assert step.stdout.readline() == said
             os.killpg(step.pid, number)
-            assert step.wait(30) == 41
-        finally:
-            step.stdout.close()
-            if step.poll() is None:
-                os.killpg(step.pid, signal.SIGKILL)
+        assert step.wait(30) == 41
+    finally:
+        step.stdout.close()
+        if step.poll() is None:
+            os.killpg(step.pid, signal.SIGKILL)
 
 
 def test_a_worker_waits_for_the_head_and_gives_up_with_its_address():

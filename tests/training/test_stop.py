@@ -13,6 +13,7 @@ import pytest
 import uvloop
 
 from gymloop.training.stop import Stopped, StopSignal
+from gymloop.training.tasks import engine
 
 QUICKSTART = str(Path(__file__).parents[2] / "recipes" / "quickstart.yaml")
 
@@ -192,3 +193,40 @@ def test_a_signal_is_the_runs_again_once_ray_was_left():
     done = subprocess.run([sys.executable, "-c", LEAVE], capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "True"
+
+
+def test_what_takes_the_signals_while_they_are_kept_has_them_for_a_moment():
+    async def wait():
+        stop = StopSignal()
+        with stop.installed(asyncio.current_task()):
+            ours = signal.getsignal(signal.SIGTERM)
+            keeping = asyncio.ensure_future(stop.keep())
+            for _ in range(3):
+                signal.signal(signal.SIGTERM, signal.SIG_DFL)
+                until = time.monotonic() + 20
+                while signal.getsignal(signal.SIGTERM) != ours and time.monotonic() < until:  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)
+                assert signal.getsignal(signal.SIGTERM) == ours
+            keeping.cancel()
+
+    asyncio.run(wait())
+
+
+async def test_while_ray_is_left_the_signals_are_kept(monkeypatch):
+    stop, seen = StopSignal(), threading.Event()
+
+    class Cluster:
+        def disconnect(self):
+            assert seen.wait(20)
+
+    with stop.installed(asyncio.current_task()):
+        ours = signal.getsignal(signal.SIGTERM)
+        leaving = asyncio.ensure_future(engine._leave(Cluster(), stop))
+        await asyncio.sleep(0)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        until = time.monotonic() + 20
+        while signal.getsignal(signal.SIGTERM) != ours and time.monotonic() < until:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        assert signal.getsignal(signal.SIGTERM) == ours, "while it is still being left"
+        seen.set()
+        await leaving

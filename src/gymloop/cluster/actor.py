@@ -98,11 +98,12 @@ class RayRemote:
         )(_Host)
         ours = carried(os.environ, further_env)
         unshown = {name: value for name, value in ours.unshown.items() if name not in env}
+        further = ray.cloudpickle.dumps((unshown, ours.fallback))
         runtime_env: dict[str, Any] = {"env_vars": {**ours.shown, **env}}
         if (inherited := local.inherited()) is not None:
             runtime_env["py_executable"] = python_without(inherited, further_env)
         self._actor = host.options(runtime_env=runtime_env, scheduling_strategy=strategy).remote(
-            ray.cloudpickle.dumps(build), str(log_file), (*env, *further_env), ray.cloudpickle.dumps(unshown)
+            ray.cloudpickle.dumps(build), str(log_file), (*env, *further_env), further
         )
         self._node = ray.get_runtime_context().get_node_id()
         _REMOTES[self._actor._actor_id.hex()] = self
@@ -199,14 +200,15 @@ class RayRemote:
 class _Host:
     """The actor: holds the worker and forwards calls to it, in threads."""
 
-    def __init__(self, build: bytes, log_file: str, further_env: Sequence[str], unshown: bytes) -> None:
+    def __init__(self, build: bytes, log_file: str, further_env: Sequence[str], further: bytes) -> None:
         import faulthandler
 
         import ray
 
         for variable in [name for name in os.environ if not is_needed(name, further_env)]:
             del os.environ[variable]
-        os.environ.update(ray.cloudpickle.loads(unshown))
+        unshown, fallback = ray.cloudpickle.loads(further)
+        os.environ.update({**fallback, **os.environ, **unshown})
 
         tie_to_parent(os.getppid())  # the node's raylet: a process that is stopped would not see it go
         _redirect_output(log_file)

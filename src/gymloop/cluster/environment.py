@@ -13,6 +13,7 @@ a secret, or would arrive as something else, therefore goes as an argument of th
 
 from __future__ import annotations
 
+import re
 import shlex
 import sys
 from collections.abc import Collection, Iterable, Mapping
@@ -39,11 +40,17 @@ _OF_ITS_MACHINE = frozenset(
     {
         "PATH", "HOME", "USER", "LOGNAME", "SHELL", "PWD", "LANG", "LANGUAGE", "TMPDIR", "TMP", "TEMP",
         "LD_LIBRARY_PATH", "LD_PRELOAD", "VIRTUAL_ENV", "CONDA_PREFIX", "SSL_CERT_FILE", "SSL_CERT_DIR", "CPATH",
-        "CC", "CXX", "CUDA_HOME", "CUDA_PATH", "NVIDIA_VISIBLE_DEVICES", "NVIDIA_DRIVER_CAPABILITIES", "VLLM_HOST_IP",
-        "NCCL_HOSTID", "HF_TOKEN_PATH", "HF_STORED_TOKENS_PATH",
+        "CC", "CXX", "CUDA_HOME", "CUDA_PATH", "CUDA_ROOT", "CUDACXX", "CUDAHOSTCXX", "CUDNN_PATH", "CUDNN_ROOT",
+        "NVIDIA_VISIBLE_DEVICES", "NVIDIA_DRIVER_CAPABILITIES", "VLLM_HOST_IP", "VLLM_PORT", "VLLM_NCCL_SO_PATH",
+        "VLLM_LOGGING_CONFIG_PATH", "NCCL_HOSTID", "NCCL_TOPO_FILE", "GOMP_CPU_AFFINITY", "KMP_AFFINITY", "OMP_PLACES",
+        "HF_TOKEN_PATH", "HF_STORED_TOKENS_PATH",
     }
 )  # fmt: skip
-_FAMILIES_OF_ITS_MACHINE = ("PYTHON", "LC_", "XDG_", "GYMLOOP_", "CUDA_MPS_", "COVERAGE_")
+_FAMILIES_OF_ITS_MACHINE = ("PYTHON", "LC_", "XDG_", "GYMLOOP_", "CUDA_MPS_", "COVERAGE_", "TORCHELASTIC_")
+_INTERFACES = ("_IFNAME", "_IFACE", "_HCA", "_NET_DEVICES")
+"""Ends of names: a node of another kind has other interfaces, which whoever started its Ray has named."""
+_LIKE_A_SECRET = re.compile(r"(?:^|_)(?:KEY_ID|PAT|AUTH\w*)$")
+_WITH_USER = re.compile(r"://[^/\s]*@")
 _YET_OF_ALL = frozenset({"XDG_CACHE_HOME", "GYMLOOP_CACHE"})
 """Caches are where all nodes see them, as models and results are."""
 
@@ -55,10 +62,12 @@ class Carried:
     Attributes:
         shown: for Ray's runtime environment: there when the process begins; Ray logs and shows them.
         unshown: for the actor's arguments, which nothing logs or shows: there before the worker is built.
+        fallback: likewise, where the worker's node has no value of its own.
     """
 
     shown: dict[str, str]
     unshown: dict[str, str]
+    fallback: dict[str, str]
 
 
 def carried(environment: Mapping[str, str], further: Collection[str] = ()) -> Carried:
@@ -69,8 +78,9 @@ def carried(environment: Mapping[str, str], further: Collection[str] = ()) -> Ca
         further: ``cluster.worker_env``.
     """
     travels = {name: environment[name] for name in sorted(environment) if _travels(name, further)}
+    fallback = {name: travels.pop(name) for name in list(travels) if name.endswith(_INTERFACES) and name not in further}
     shown = {name: value for name, value in travels.items() if is_needed(name) and _may_be_shown(name, value)}
-    return Carried(shown, {name: value for name, value in travels.items() if name not in shown})
+    return Carried(shown, {name: value for name, value in travels.items() if name not in shown}, fallback)
 
 
 def _travels(name: str, further: Collection[str]) -> bool:
@@ -84,8 +94,9 @@ def _of_its_machine(name: str) -> bool:
 
 
 def _may_be_shown(name: str, value: str) -> bool:
-    """Whether it is no secret, by name or as the password of a URL, and arrives through Ray as it is."""
-    return value.isascii() and "$" not in value and not any(literals({name: value}))
+    """Whether it is no secret, by name or as a URL's user or password, and arrives through Ray as it is."""
+    secret = any(literals({name: value})) or _LIKE_A_SECRET.search(name) or _WITH_USER.search(value)
+    return value.isascii() and "$" not in value and not secret
 
 
 def is_needed(name: str, further: Collection[str] = ()) -> bool:

@@ -19,7 +19,7 @@ START_LIMIT_S = 120.0
 JOIN_LIMIT_S = 20.0
 ANSWER_LIMIT_S = 5.0
 DISCONNECT_LIMIT_S = 20.0
-SETTLE_LIMIT_S = 10.0
+SETTLE_LIMIT_S = 5.0
 """A cluster that is being started when it is to be left is waited for this long."""
 ADDRESS = "RAY_ADDRESS"
 
@@ -89,7 +89,7 @@ class RayCluster:
 
         One that is being started cannot be told to stop, and is waited for: Ray holds Python's lock until its head
         process has told its port, so were that process killed before, nothing of this one would run for Ray's 30 s.
-        One that is not up after 10 s ends as soon as it is, or with this process.
+        One that is not up after 5 s ends as soon as it is, or with this process.
 
         Raises:
             InfraError: Ray did not end within 20 s.

@@ -106,7 +106,7 @@ class VllmEngine:
             with self._core.starting(environment or {}):
                 if on_loading is not None:
                     on_loading("vLLM's modules", 0)
-                self.build = support.probe(device, arguments or ())
+                self.build = support.probe(device, arguments)
                 args = {
                     "model": str(folder),
                     "dtype": dtype,

@@ -67,7 +67,7 @@ def _resolved(name: str, offline_ok: bool) -> Path:
         return path.resolve()
     if not _ID.fullmatch(name) or name.startswith((".", "~")):
         raise ConfigError(
-            f"model {name!r} is neither an existing folder nor a Hugging Face id such as {smollm2.MODEL_ID!r}"
+            f"model {name!r} is neither a folder on this machine nor a Hugging Face id such as {smollm2.MODEL_ID!r}"
         )
     if offline_ok and (folder := _on_this_machine(name)):
         return folder

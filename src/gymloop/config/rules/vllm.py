@@ -69,7 +69,7 @@ _OWN = {
     **dict.fromkeys(("runner", "convert"), _GENERATES),
     **dict.fromkeys(
         (
-            "pipeline_parallel_size", "prefill_context_parallel_size", "enable_expert_parallel",
+            "pipeline_parallel_size", "prefill_context_parallel_size",
             "enable_ep_weight_filter", "enable_eplb", "enable_elastic_ep",
         ),
         _ONE_ENGINE,

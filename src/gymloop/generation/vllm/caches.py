@@ -2,7 +2,7 @@
 
 Its name follows from the model's shape, the engine's arguments, the versions and the device, so that a second start
 with the same finds what the first left, and one with others can find nothing wrong. A folder that the user chose
-(``VLLM_CACHE_ROOT``) serves all starts; a mark of each start is then what tells a hit from a miss.
+(``VLLM_CACHE_ROOT``) serves all starts, and gymloop writes nothing there; the marks of starts tell a hit from a miss.
 """
 
 from __future__ import annotations
@@ -64,9 +64,9 @@ class CompileCache:
         """Make the folder, before vLLM starts."""
         facts = self.shared / _MODEL_FACTS
         facts.mkdir(parents=True, exist_ok=True)
-        self.folder.mkdir(parents=True, exist_ok=True)
+        self.done.parent.mkdir(exist_ok=True)
         own = self.folder / _MODEL_FACTS
-        if self.folder.parent == self.shared and not own.exists():
+        if self.folder == self.done.parent and not own.exists():
             with contextlib.suppress(FileExistsError):  # another engine that starts now was faster
                 own.symlink_to(facts, target_is_directory=True)
 
@@ -87,16 +87,13 @@ def compile_cache(folder: Path, arguments: Mapping[str, Any], version: str, devi
     """
     config = (folder / "config.json").read_bytes()
     kept = {name: value for name, value in sorted(arguments.items()) if name not in _MATTERS_NOT}
-    parts = (hashlib.sha256(config).hexdigest(), json.dumps(kept, default=str), version, *_machine(device))
+    chosen = os.environ.get(_ROOT, "")
+    parts = (chosen, hashlib.sha256(config).hexdigest(), json.dumps(kept, default=str), version, *_machine(device))
     shared = cache_root() / "vllm"
     key = hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
-    if chosen := os.environ.get(_ROOT):
-        root = Path(chosen)
-        done = root / f"gymloop-{key}"
-    else:
-        root = shared / key
-        done = root / _DONE
-    found: Literal["hit", "miss"] = "hit" if done.is_file() else "miss"
+    done = shared / key / _DONE
+    root = Path(chosen).expanduser() if chosen else shared / key
+    found: Literal["hit", "miss"] = "hit" if done.is_file() and root.is_dir() else "miss"
     return CompileCache(root, done, shared, "off" if arguments.get("enforce_eager") else found)
 
 

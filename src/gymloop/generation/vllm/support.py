@@ -8,10 +8,10 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib import metadata
-from typing import Any
+from typing import Any, get_args
 
 from gymloop.config.nearest import did_you_mean
 from gymloop.errors import ConfigError
@@ -93,20 +93,21 @@ def require_supported(version: str) -> None:
         raise ConfigError(f"vLLM {version} is installed; this version of gymloop was proved on {SUPPORTED}")
 
 
-def probe(device: str | None = None, arguments: Iterable[str] = ()) -> Build:
+def probe(device: str | None = None, arguments: Mapping[str, Any] | None = None) -> Build:
     """Import vLLM and look for everything the engine calls.
 
     Args:
         device: where it is to compute, as torch names it; None takes whatever it was built for.
-        arguments: names of engine arguments that the recipe gives.
+        arguments: of its engine, as the recipe gives them.
 
     Raises:
         ConfigError: it cannot be imported, its version is outside the range, something is missing, it does not know
-            an argument, or it computes elsewhere.
+            an argument or a type of KV cache, or it computes elsewhere.
     """
     version = installed_version()
     try:
         from vllm import AsyncEngineArgs, SamplingParams
+        from vllm.config.cache import CacheDType
         from vllm.v1.engine.async_llm import AsyncLLM
     except ImportError as error:
         raise ConfigError(f"vLLM {version} is installed and cannot be imported: {error}") from error
@@ -118,7 +119,9 @@ def probe(device: str | None = None, arguments: Iterable[str] = ()) -> Build:
     ]
     if missing:
         raise ConfigError(f"vLLM {version} lacks what the engine needs: {', '.join(missing)}")
+    arguments = arguments or {}
     _require_known(arguments, known, version)
+    _require_cache(arguments.get("kv_cache_dtype", "auto"), get_args(CacheDType), version)
     if device is not None:
         _require_device(version, device)
     return Build(version, stamps_versions=hasattr(AsyncLLM, "update_weight_version"))
@@ -160,3 +163,12 @@ def _require_known(arguments: Iterable[str], known: Collection[str], version: st
                 f"policy.generation.vllm_kwargs.{name}: vLLM {version} has no such engine argument"
                 f"{did_you_mean(name, known)}"
             )
+
+
+def _require_cache(dtype: str, known: Collection[str], version: str) -> None:
+    """The recipe's key takes what any supported version knows."""
+    if dtype not in known:
+        raise ConfigError(
+            f"policy.generation.vllm_cfg.kv_cache_dtype is {dtype!r}, which vLLM {version} does not know; expected one "
+            f"of {', '.join(known)}"
+        )

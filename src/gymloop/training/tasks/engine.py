@@ -43,8 +43,10 @@ async def ray(plan: Plan, stop: StopSignal, ctx: Context) -> RayCluster:
 
 async def _leave(cluster: RayCluster, stop: StopSignal) -> None:
     """Disconnect; the signals stay the run's."""
-    await first_failure(in_thread(cluster.disconnect, "leave-ray"), stop.keep())
-    stop.claim()
+    try:
+        await first_failure(in_thread(cluster.disconnect, "leave-ray"), stop.keep())
+    finally:
+        stop.claim()
 
 
 async def placement(plan: Plan, ctx: Context) -> Reservation:
