@@ -200,6 +200,7 @@ print(json.dumps([seen, logs]))
         others,
         NCCL_SOCKET_IFNAME="a-network-of-mine",
         VLLM_LOGGING_LEVEL="INFO",
+        HF_HUB_CACHE="/a-hub-of-mine",
         VLLM_CACHE_ROOT="/of/$HOME/mine",
         GYMLOOP_CACHE=str(tmp_path),
         CUDA_VISIBLE_DEVICES="5",
@@ -210,6 +211,7 @@ print(json.dumps([seen, logs]))
     )
     assert seen["NCCL_SOCKET_IFNAME"] == "a-network-of-mine"
     assert seen["VLLM_LOGGING_LEVEL"] == "INFO"
+    assert seen["HF_HUB_CACHE"] == "/a-hub-of-mine"
     assert seen["VLLM_CACHE_ROOT"] == "/of/$HOME/mine"
     assert seen["GYMLOOP_CACHE"] == str(tmp_path)
     assert seen["OMP_NUM_THREADS"] == "3", "what the run computes comes before what the driver has"
@@ -218,7 +220,7 @@ print(json.dumps([seen, logs]))
     assert not {"HF_TOKEN", "MY_SETTING", "MY_ABSENT", "AWS_SECRET_ACCESS_KEY"} & set(seen)
     assert seen.get("CUDA_VISIBLE_DEVICES") != "5", "which GPUs is Ray's to say"
     written = "".join(path.read_text(errors="replace") for path in [log, *Path(logs).rglob("*")] if path.is_file())
-    assert "a-network-of-mine" in written, "Ray logs what it is given as a variable"
+    assert "/a-hub-of-mine" in written, "Ray logs what it is given as a variable"
     for secret in ("an-endpoint-of-mine", "a-key-of-mine", "a-token-of-mine", "a-setting-of-mine"):
         assert secret not in written
 
