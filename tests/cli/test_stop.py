@@ -8,12 +8,14 @@ import time
 
 import pytest
 
-from gymloop.cli.stop import SIGNALS, Stop
+from gymloop.cli.stop import Stop
+from gymloop.wakeup import SIGNALS
 
 AT_ANY_MOMENT = """
 import faulthandler, random, signal
+from gymloop import wakeup
 from gymloop.cli import stop
-stop.SIGNALS = (signal.SIGALRM,)  # one that a timer sends between any two instructions
+wakeup.SIGNALS = (signal.SIGALRM,)  # one that a timer sends between any two instructions
 for round in range(3000):
     faulthandler.dump_traceback_later(20, exit=True)
     with stop.Stop() as asked:

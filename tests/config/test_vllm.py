@@ -1,6 +1,8 @@
 """vLLM in recipes: NeMo RL's keys, in NeMo RL's places; what would break a promise is refused with its reason."""
 
+import math
 from dataclasses import fields
+from types import SimpleNamespace
 from typing import get_args
 
 import pytest
@@ -9,7 +11,9 @@ from gymloop.config.parsers import settled_parsers
 from gymloop.config.plan import compile_plan
 from gymloop.config.rules.vllm import _OWN, LEAST_TEMPERATURE
 from gymloop.config.schema import KvCacheDtype
+from gymloop.errors import ConfigError
 from gymloop.generation import vllm_engine
+from gymloop.generation.engine import Sampling
 from gymloop.generation.vllm.support import ARGUMENTS
 
 VLLM = "policy.generation.backend=vllm"
@@ -105,6 +109,10 @@ def test_what_breaks_no_promise_is_taken(files, overrides):
 
 def test_the_least_temperature_is_the_engines():
     assert LEAST_TEMPERATURE == vllm_engine.LEAST_TEMPERATURE
+    engine = SimpleNamespace(_vocab=9)
+    vllm_engine.VllmEngine._check_sampling(engine, Sampling(4, temperature=LEAST_TEMPERATURE))
+    with pytest.raises(ConfigError, match="expected 0 or at least"):
+        vllm_engine.VllmEngine._check_sampling(engine, Sampling(4, temperature=math.nextafter(LEAST_TEMPERATURE, 0)))
 
 
 def test_whatever_gymloop_probes_for_and_sets_in_every_place_may_not_be_set():

@@ -22,10 +22,10 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
@@ -38,6 +38,9 @@ from gymloop.observe.progress import Progress
 from gymloop.serving.traffic import summary
 from gymloop.serving.worker import EngineSpec, EngineWorker
 from gymloop.startup.sockets import hold_socket
+
+if TYPE_CHECKING:
+    from gymloop.serving.engines import OnProgress
 
 log = logging.getLogger(__name__)
 
@@ -84,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
             if spec.host not in _LOOPBACK and spec.api_key is None:
                 log.warning("anyone who reaches this port can use the model; set %s to ask for a key", API_KEY)
             loader.start()
-            if _loaded(loader, states, progress, stop):
+            if _loaded(worker, loader, states, progress, stop):
                 progress.close()
                 print(announcement(worker.url(), spec, loader.facts, loader.seconds), flush=True)
                 _attend(worker, progress, stop)
@@ -131,7 +134,7 @@ def read_spec(args: argparse.Namespace) -> EngineSpec:
     )
 
 
-def listen(spec: EngineSpec, on_progress: Callable[[str, int, int], None]) -> EngineWorker:
+def listen(spec: EngineSpec, on_progress: OnProgress) -> EngineWorker:
     """The worker, its socket bound and its server up.
 
     Raises:
@@ -249,14 +252,14 @@ class _Loader(threading.Thread):
         return Path(output.splitlines()[-1])
 
 
-def _loaded(loader: _Loader, states: deque[State], progress: Progress, stop: Stop) -> bool:
+def _loaded(worker: EngineWorker, loader: _Loader, states: deque[State], progress: Progress, stop: Stop) -> bool:
     """Show the loading, each state of it; True when it is done, False when a signal came first.
 
     Raises:
         GymloopError: loading failed.
     """
     view = _LoadingView(progress)
-    state: State = ("the model's folder", 0, 0)
+    state = worker.load_progress()
     while not stop.wait(POLL_S):
         ended = not loader.is_alive()
         while states:

@@ -1,20 +1,17 @@
 """How a command that serves is asked to end: the first SIGINT or SIGTERM asks, a second one ends the process at once.
 
-The handler takes no lock. It runs between two instructions of the main thread, which may hold any lock that it uses
-itself: a ``threading.Event`` that is waited for and set by the handler waits for itself, for good.
+The handler takes no lock, which a ``threading.Event`` has: one that is waited for and set by the handler waits for
+itself, for good.
 """
 
 from __future__ import annotations
 
 import os
-import signal
 import time
 from multiprocessing.connection import wait
 from types import FrameType, TracebackType
 
-from gymloop.wakeup import Wakeup
-
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
+from gymloop.wakeup import Signals
 
 
 class Stop:
@@ -26,8 +23,7 @@ class Stop:
 
     def __init__(self) -> None:
         self.number = 0
-        self._wakeup = Wakeup()
-        self._before = {number: signal.signal(number, self._ask) for number in SIGNALS}
+        self._signals = Signals(self._ask)
 
     def _ask(self, number: int, _frame: FrameType | None) -> None:
         if self.number:
@@ -38,8 +34,8 @@ class Stop:
         """Whether a signal has come, or comes within this time."""
         until = time.monotonic() + seconds
         while not self.number and (left := until - time.monotonic()) > 0:
-            if wait([self._wakeup.fileno()], timeout=left):
-                self._wakeup.drain()
+            if wait([self._signals.fileno()], timeout=left):
+                self._signals.drain()
         return self.number != 0
 
     @property
@@ -53,6 +49,4 @@ class Stop:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-        self._wakeup.close()
+        self._signals.close()

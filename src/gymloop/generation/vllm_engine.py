@@ -23,6 +23,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
+from gymloop.config.rules.vllm import LEAST_TEMPERATURE
 from gymloop.errors import ConfigError, InfraError
 from gymloop.generation.capacity import text_config
 from gymloop.generation.engine import Sample, Sampling
@@ -46,8 +47,6 @@ ABORT_S = 0.5
 """What vLLM has of a request it hands over within its loop's next turns."""
 WATCH_S = 3.0
 """A child's death is seen by then."""
-LEAST_TEMPERATURE = 0.01
-"""Below it vLLM samples at it instead."""
 
 
 class VllmEngine:

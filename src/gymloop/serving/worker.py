@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +23,7 @@ from gymloop.serving.server import GenerationServer
 from gymloop.startup.sockets import hold_socket
 
 if TYPE_CHECKING:
-    from gymloop.serving.engines import ServedEngine
+    from gymloop.serving.engines import OnProgress, ServedEngine
     from gymloop.serving.receiving import Receiving
     from gymloop.serving.traffic import Traffic
     from gymloop.tokens.renderer import Renderer
@@ -51,7 +51,7 @@ class EngineWorker:
         on_progress: called on the thread that loads with each of ``load_progress``'s states.
     """
 
-    def __init__(self, spec: EngineSpec, on_progress: Callable[[str, int, int], None] | None = None) -> None:
+    def __init__(self, spec: EngineSpec, on_progress: OnProgress | None = None) -> None:
         self._spec = spec
         self._lock = threading.Lock()
         self._rendering = threading.Lock()  # calls come in threads of their own, and a renderer serves one at a time

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -25,11 +24,10 @@ from typing import Any, NoReturn, TypeVar
 from gymloop.cluster.health import first_failure
 from gymloop.errors import GymloopError
 from gymloop.threads import in_thread
-from gymloop.wakeup import Wakeup
+from gymloop.wakeup import Signals
 
 T = TypeVar("T")
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
 HURRY_S = 5.0
 """After a second signal the process ends within this, whatever its teardown does."""
 CLAIM_S = 0.05
@@ -58,7 +56,7 @@ class StopSignal:
         self.exit_code = 0
         self.insisted = False
         self._event = asyncio.Event()
-        self._handle: Callable[[int, FrameType | None], None] | None = None
+        self._signals: Signals | None = None
 
     @contextmanager
     def installed(self, task: asyncio.Task[Any]) -> Iterator[None]:
@@ -78,18 +76,14 @@ class StopSignal:
                 self.exit_code = 128 + number
                 loop.call_soon_threadsafe(self._event.set)
 
-        with Wakeup() as wakeup:
-            loop.add_reader(wakeup, wakeup.drain)
-            self._handle = handle
-            before = {number: signal.getsignal(number) for number in SIGNALS}
-            self.claim()
+        with Signals(handle) as signals:
+            loop.add_reader(signals, signals.drain)
+            self._signals = signals
             try:
                 yield
             finally:
-                self._handle = None
-                for number, handler in before.items():
-                    signal.signal(number, handler)
-                loop.remove_reader(wakeup)
+                self._signals = None
+                loop.remove_reader(signals)
 
     def claim(self) -> None:
         """Handle both signals again, within ``installed`` and from the main thread.
@@ -97,9 +91,8 @@ class StopSignal:
         Ray's C++ core puts a handler of its own for SIGTERM in place when a process connects, and the system's, which
         ends the process, a second before it has disconnected. Python is told of neither.
         """
-        if self._handle is not None:
-            for number in SIGNALS:
-                signal.signal(number, self._handle)
+        if self._signals is not None:
+            self._signals.claim()
 
     @property
     def requested(self) -> bool:

@@ -44,36 +44,34 @@ class CompileCache:
 
     Attributes:
         folder: given to vLLM as its cache root.
-        done: the file that is there once a start with this key came to its end.
-        shared: the folder of what all caches share.
+        own: gymloop's of the same key, which marks that a start came to its end; the same one, unless the user chose.
         found: ``hit`` where a start with the same key came to its end before, so that what it compiled is there, be it
             kernels alone; ``miss`` where none did; ``off`` with ``enforce_eager``.
     """
 
     folder: Path
-    done: Path
-    shared: Path
+    own: Path
     found: Literal["hit", "miss", "off"]
 
     @property
     def environment(self) -> dict[str, str]:
         """Variables that lead vLLM to it."""
-        return {_ROOT: str(self.folder), "TRITON_CACHE_DIR": str(self.shared / _KERNELS)}
+        return {_ROOT: str(self.folder), "TRITON_CACHE_DIR": str(self.own.parent / _KERNELS)}
 
     def prepare(self) -> None:
         """Make the folder, before vLLM starts."""
-        facts = self.shared / _MODEL_FACTS
+        facts = self.own.parent / _MODEL_FACTS
         facts.mkdir(parents=True, exist_ok=True)
-        self.done.parent.mkdir(exist_ok=True)
-        own = self.folder / _MODEL_FACTS
-        if self.folder == self.done.parent and not own.exists():
+        self.own.mkdir(exist_ok=True)
+        link = self.own / _MODEL_FACTS
+        if self.folder == self.own and not link.exists():
             with contextlib.suppress(FileExistsError):  # another engine that starts now was faster
-                own.symlink_to(facts, target_is_directory=True)
+                link.symlink_to(facts, target_is_directory=True)
 
     def mark(self) -> None:
         """The start came to its end: the next one will find all it needs."""
         if self.found == "miss":
-            self.done.touch()
+            (self.own / _DONE).touch()
 
 
 def compile_cache(folder: Path, arguments: Mapping[str, Any], version: str, device: str) -> CompileCache:
@@ -89,12 +87,11 @@ def compile_cache(folder: Path, arguments: Mapping[str, Any], version: str, devi
     kept = {name: value for name, value in sorted(arguments.items()) if name not in _MATTERS_NOT}
     chosen = os.environ.get(_ROOT, "")
     parts = (chosen, hashlib.sha256(config).hexdigest(), json.dumps(kept, default=str), version, *_machine(device))
-    shared = cache_root() / "vllm"
-    key = hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
-    done = shared / key / _DONE
-    root = Path(chosen).expanduser() if chosen else shared / key
-    found: Literal["hit", "miss"] = "hit" if done.is_file() and root.is_dir() else "miss"
-    return CompileCache(root, done, shared, "off" if arguments.get("enforce_eager") else found)
+    own = cache_root() / "vllm" / hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
+    root = Path(chosen).expanduser() if chosen else own
+    if arguments.get("enforce_eager"):
+        return CompileCache(root, own, "off")
+    return CompileCache(root, own, "hit" if (own / _DONE).is_file() and root.is_dir() else "miss")
 
 
 def _machine(device: str) -> tuple[str, ...]:
