@@ -20,7 +20,9 @@ ask() {
   ((asked)) || kill -TERM "$run" 2>/dev/null || true
   asked=1
 }
-trap ask USR1
+# A second later: of two signals that came together bash takes the smaller number first, which is not SIGTERM's.
+trap '(sleep 1; kill -USR2 "$$" 2>/dev/null || true) &' USR1
+trap ask USR2
 trap 'asked=1' TERM
 while kill -0 "$run" 2>/dev/null; do
   wait "$run" || true # a signal interrupts it, with a status of its own
